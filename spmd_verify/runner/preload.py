@@ -1,0 +1,58 @@
+"""What the fork server imports once, so that every worker starts warm.
+
+Importing this module does the work: only the fork server imports it, before anything is
+forked. It must leave exactly one thread behind and never touch an accelerator. The list
+matters: without `torch._dynamo` the first optimizer built in a worker costs 1.5 s, and
+without `torch.distributed.tensor` the first functional collective costs 1 s (measured:
+runner.md part 1, torch 2.13 CPU).
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+
+from spmd_verify.runner.worker import die_with_parent
+
+MODULES = (
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "torch.distributed.device_mesh",
+    "torch.distributed._functional_collectives",
+    "torch.fx.experimental.proxy_tensor",
+    "torch.nn.parallel",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "safetensors.torch",
+)
+"""Third-party modules every worker needs; imported whole before the first fork."""
+
+OWN_MODULES = ("spmd", "spmd.compile", "spmd.lockstep", "spmd_verify.runner.jobs")
+"""Our own modules; what is missing here is reported by the job that needs it."""
+
+
+def preload() -> None:
+    """Import everything a worker needs and freeze it against the collector."""
+    die_with_parent()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["MKL_NUM_THREADS"] = "1"
+    if os.path.exists("/sys/class/net/lo"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    for name in MODULES:
+        importlib.import_module(name)
+    import torch
+
+    torch.set_num_threads(1)
+    for name in OWN_MODULES:
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError:
+            continue
+    gc.collect()
+    gc.freeze()
+
+
+preload()

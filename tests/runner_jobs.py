@@ -1,0 +1,69 @@
+"""Job functions for the tests of the runner; imported inside workers by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import msgspec
+
+from spmd_verify.runner.worker import Context, Refusal, job
+
+
+@job
+def echo(context: Context, payload: bytes) -> bytes:
+    """Return the payload with the rank behind it."""
+    return payload + str(context.rank).encode()
+
+
+@job
+def all_reduce(context: Context, payload: bytes) -> bytes:
+    """Sum the ranks' numbers over the group."""
+    import torch
+    import torch.distributed as dist
+
+    context.note("entering all_reduce")
+    x = torch.tensor([float(context.rank + 1)])
+    dist.all_reduce(x)
+    return str(x.item()).encode()
+
+
+@job
+def threads(context: Context, payload: bytes) -> bytes:
+    """Say how many threads torch uses and which folders a worker sees."""
+    import torch
+
+    return msgspec.json.encode([torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]])
+
+
+@job
+def misbehave(context: Context, payload: bytes) -> bytes:
+    """Let the last rank do what `payload` says; the others wait for it in an all_reduce."""
+    import torch
+    import torch.distributed as dist
+
+    context.note("step 1")
+    is_culprit = context.rank == context.num_ranks - 1
+    what = payload.decode()
+    if is_culprit and what == "raise":
+        raise ValueError("planted: the loss is wrong")
+    if is_culprit and what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if is_culprit and what == "exit":
+        os._exit(7)
+    if is_culprit and what == "hang":
+        _hang()
+    if what == "refuse":
+        raise Refusal("no rule for aten.foo at model.py:3")
+    if is_culprit and what == "refuse-alone":
+        raise Refusal("only this rank refuses")
+    size = 7 if is_culprit and what == "shape" else 1000
+    dist.all_reduce(torch.ones(size))
+    return b"survived"
+
+
+def _hang() -> None:
+    """Never return, in Python code of the user."""
+    while True:
+        time.sleep(0.05)
