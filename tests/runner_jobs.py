@@ -8,7 +8,8 @@ import time
 
 import msgspec
 
-from spmd_verify.runner.worker import Context, Refusal, job
+from spmd_verify.errors import CaseError, Unsupported
+from spmd_verify.runner.worker import Context, job
 
 
 @job
@@ -38,6 +39,14 @@ def threads(context: Context, payload: bytes) -> bytes:
 
 
 @job
+def talk(context: Context, payload: bytes) -> bytes:
+    """Write to stdout from Python and to stderr below it."""
+    print("from Python")
+    os.write(2, b"from C\n")
+    return b""
+
+
+@job
 def misbehave(context: Context, payload: bytes) -> bytes:
     """Let the last rank do what `payload` says; the others wait for it in an all_reduce."""
     import torch
@@ -54,10 +63,14 @@ def misbehave(context: Context, payload: bytes) -> bytes:
         os._exit(7)
     if is_culprit and what == "hang":
         _hang()
+    if is_culprit and what == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if is_culprit and what == "usage":
+        raise CaseError("planted", slug="no-module", detail="the user's lines")
     if what == "refuse":
-        raise Refusal("no rule for aten.foo at model.py:3")
+        raise Unsupported("no rule for aten.foo at model.py:3", slug="capture")
     if is_culprit and what == "refuse-alone":
-        raise Refusal("only this rank refuses")
+        raise Unsupported("only this rank refuses", slug="capture")
     size = 7 if is_culprit and what == "shape" else 1000
     dist.all_reduce(torch.ones(size))
     return b"survived"

@@ -13,10 +13,11 @@ import re
 import signal
 import sysconfig
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, NoReturn
 
 import msgspec
 
+from spmd_verify import errors
 from spmd_verify.runner.messages import Raised, Refused
 
 FailureKind = Literal["raised", "died", "hung", "refused"]
@@ -43,6 +44,7 @@ _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _SITE = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 _TORCH = re.compile(r"[/\\](?:site|dist)-packages[/\\]torch[/\\]")
 _COLLECTIVE = re.compile(r"[/\\]torch[/\\]distributed[/\\]")
+_ENFORCE = re.compile(r"EnforceNotMet.*?enforce fail at [^\]]*\] (?P<what>[^\n]*?)\.?\n", re.DOTALL)
 _STACK_LINE = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _STACK_HEAD = re.compile(r"^(?:Current thread|Thread) (?P<thread>0x[0-9a-f]+) ")
 
@@ -85,12 +87,11 @@ class Failure(msgspec.Struct, frozen=True):
     Attributes:
         kind: `raised`, `died`, `hung` or `refused`.
         ranks: The ranks that are the cause.
-        message: The whole story in a few sentences, with the slug at its end.
+        message: The whole story in a few sentences, without the slug.
         reason: The cause alone, in one line.
         slug: The error's slug.
-        is_usage: Whether the user's case or options are wrong.
+        error: What the root cause raised, or None.
         followers: Ranks that only failed because of `ranks`.
-        traceback: The root cause's traceback, or "".
     """
 
     kind: FailureKind
@@ -98,9 +99,21 @@ class Failure(msgspec.Struct, frozen=True):
     message: str
     reason: str
     slug: str
-    is_usage: bool = False
+    error: Raised | None = None
     followers: list[int] = []
-    traceback: str = ""
+
+    def reraise(self) -> NoReturn:
+        """Raise in the controller what the job raised in a worker.
+
+        Raises:
+            SpmdVerifyError: Of the class it had there; `RankError` for anything else.
+        """
+        error = self.error
+        kind = None if error is None else getattr(errors, error.kind, None)
+        if error is not None and error.slug is not None and kind is not None:
+            raise kind(error.message, slug=error.slug, detail=error.detail)
+        detail = "" if error is None else error.traceback
+        raise errors.RankError(self.message, slug=self.slug, detail=detail)
 
 
 def is_user_file(path: str) -> bool:
@@ -182,24 +195,22 @@ def diagnose(
 def _refused(end: RankEnd, event: Refused, ends: Sequence[RankEnd]) -> Failure:
     """Build the failure of a style that does not take the case."""
     ranks = [other.rank for other in ends if isinstance(other.event, Refused)]
-    return Failure("refused", ranks or [end.rank], event.reason, event.reason, "refused")
+    return Failure("refused", ranks or [end.rank], event.reason, event.reason, event.slug)
 
 
 def _raised(end: RankEnd, event: Raised, ends: Sequence[RankEnd], log_dir: str) -> Failure:
     """Build the failure of a rank that raised; ranks with the same message count as one."""
     ranks = [other.rank for other in ends if _same_error(other.event, event)]
     where = "" if event.where is None else f" at {event.where}"
-    text = event.message.strip() or "(no message)"
+    text = event.message.strip().rstrip(".") or "no message"
     reason = f"{event.kind}{where}: {text.splitlines()[0]}"
     slug = event.slug or "rank-raised"
     followers = _followers(ends, ranks)
     message = (
-        f"{_name(ranks, len(ends))} raised {event.kind}{where}{_during(end)}: {text}"
-        f"{_tell(followers, 'stopped because of it')} {_log(end, log_dir)} [{slug}]"
+        f"{_name(ranks, len(ends))} raised {event.kind}{where}{_during(end)}: {text}."
+        f"{_tell(followers, 'stopped because of it')} {_log(end, log_dir)}"
     )
-    return Failure(
-        "raised", ranks, message, reason, slug, event.is_usage, followers, event.traceback
-    )
+    return Failure("raised", ranks, message, reason, slug, event, followers)
 
 
 def _died(end: RankEnd, ends: Sequence[RankEnd], seconds: float, log_dir: str) -> Failure:
@@ -214,16 +225,16 @@ def _died(end: RankEnd, ends: Sequence[RankEnd], seconds: float, log_dir: str) -
             " run this cell alone."
         )
     elif end.exit_code == -signal.SIGABRT:
-        line = next((x for x in end.log_tail.splitlines() if "EnforceNotMet" in x), "")
-        if line:
-            why = f" The ranks disagree about a collective's size or dtype: {line.strip()}."
+        found = _ENFORCE.search(end.log_tail)
+        if found:
+            why = f" The ranks disagree about a collective's size or dtype ({found['what']})."
     reason = f"{_name([end.rank], len(ends))} {how}{_during(end)}"
     message = (
         f"{_name([end.rank], len(ends))} stopped before answering: {how} after {seconds:.1f} s"
         f"{_during(end)}.{_tell(followers, 'waited for it and stopped')}{why}"
-        f" {_log(end, log_dir)} [rank-died]"
+        f" {_log(end, log_dir)}"
     )
-    return Failure("died", [end.rank], message, reason, "rank-died", False, followers)
+    return Failure("died", [end.rank], message, reason, "rank-died", None, followers)
 
 
 def _hung(ends: Sequence[RankEnd], seconds: float, log_dir: str) -> Failure:
@@ -245,9 +256,9 @@ def _hung(ends: Sequence[RankEnd], seconds: float, log_dir: str) -> Failure:
     message = (
         f"{reason}.{hint}{_tell(followers, 'waited for it and stopped')}"
         " If the step is only slow, raise --timeout."
-        f" {_log(culprits[0] if culprits else ends[0], log_dir)} [rank-hung]"
+        f" {_log(culprits[0] if culprits else ends[0], log_dir)}"
     )
-    return Failure("hung", ranks, message, reason, "rank-hung", False, followers)
+    return Failure("hung", ranks, message, reason, "rank-hung", None, followers)
 
 
 def _place(end: RankEnd) -> str:

@@ -54,6 +54,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
     job: int
     reason: str
+    slug: str
 
 
 class Raised(msgspec.Struct, frozen=True, tag=True):
@@ -62,9 +63,9 @@ class Raised(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         job: Number of the job.
         kind: Name of the exception's class.
-        message: The exception's text.
-        slug: Its slug if it is one of our errors, else None.
-        is_usage: Whether the user's case or options are wrong (exit 2).
+        message: The exception's text, without the slug.
+        slug: Its slug if it is a `SpmdVerifyError`, else None.
+        detail: Its detail if it is a `SpmdVerifyError`, else "".
         where: `file:line` of the innermost frame in the user's own code, or None.
         traceback: The whole traceback as text.
     """
@@ -73,7 +74,7 @@ class Raised(msgspec.Struct, frozen=True, tag=True):
     kind: str
     message: str
     slug: str | None
-    is_usage: bool
+    detail: str
     where: str | None
     traceback: str
 

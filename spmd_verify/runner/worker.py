@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from spmd_verify.errors import SpmdVerifyError, Unsupported
 from spmd_verify.runner.failures import Frame, user_frame
 from spmd_verify.runner.messages import (
     Event,
@@ -44,10 +45,6 @@ EXIT_ORPHAN = 97
 
 EXIT_RAISED = 1
 """Exit code of a worker after its job raised."""
-
-
-class Refusal(Exception):  # noqa: N818 - not an error: a style may refuse a case
-    """Raised by a job function when the style or engine does not take the case."""
 
 
 class WorkerSettings(msgspec.Struct, frozen=True):
@@ -180,9 +177,9 @@ def _run(settings: WorkerSettings, context: Context, command: Job) -> Event:
         payload = function(context, command.payload)
         _leave_group(all_are_here=True)
         return Finished(command.number, payload)
-    except Refusal as refusal:
+    except Unsupported as refusal:
         _leave_group(all_are_here=False)
-        return Refused(command.number, str(refusal))
+        return Refused(command.number, refusal.message, refusal.slug)
     except BaseException as error:  # noqa: BLE001 - the outermost handler: report, then leave
         traceback.print_exc()
         return _raised(command.number, error)
@@ -224,12 +221,13 @@ def _raised(number: int, error: BaseException) -> Raised:
         for entry in traceback.extract_tb(error.__traceback__)
     ]
     frame = user_frame(list(reversed(frames)))
+    is_ours = isinstance(error, SpmdVerifyError)
     return Raised(
         job=number,
         kind=type(error).__name__,
-        message=str(error),
-        slug=getattr(error, "slug", None),
-        is_usage=bool(getattr(error, "is_usage", False)),
+        message=error.message if is_ours else str(error),
+        slug=error.slug if is_ours else None,
+        detail=error.detail if is_ours else "",
         where=None if frame is None else f"{frame.file}:{frame.line}",
         traceback="".join(traceback.format_exception(error)),
     )
