@@ -1,0 +1,180 @@
+"""What one `run` was asked to do, with configuration, environment and flags resolved.
+
+Torch-free. The command line makes an `Options`; `spmd_verify.run.verify` obeys it.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Final
+
+from spmd_verify.errors import UsageError, choices_text
+from spmd_verify.style_ids import axis_name
+
+DTYPES: Final[tuple[str, ...]] = ("float32", "float64", "bfloat16")
+RUNNERS: Final[tuple[str, ...]] = ("processes", "lockstep")
+# One machine runs 16 gloo ranks before scheduling dominates (runner.md part 5); lockstep
+# walked 1,024 ranks in 0.3 s a step (runner.md part 3), four times that is the limit.
+MAX_RANKS: Final[dict[str, int]] = {"processes": 16, "lockstep": 4096}
+DEFAULT_RANKS: Final = 2
+DEFAULT_TIMEOUT_SECONDS: Final = 300.0
+
+
+@dataclass(frozen=True)
+class MeshSpec:
+    """A mesh as asked for: `(axis name or None, ranks)` per axis, in mesh order.
+
+    The name is None only for a bare number, whose axis each style names itself.
+    """
+
+    axes: tuple[tuple[str | None, int], ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the world size."""
+        return math.prod(size for _, size in self.axes)
+
+    def resolve(self, style: str) -> dict[str, int]:
+        """Return `{axis name: ranks}` in mesh order for one style."""
+        return {name or axis_name(style): size for name, size in self.axes}
+
+    def text(self, style: str) -> str:
+        """Return the form that records hold, `dp=2,tp=2`."""
+        return ",".join(f"{name}={size}" for name, size in self.resolve(style).items())
+
+
+def parse_mesh(text: str) -> MeshSpec:
+    """Read `4`, `dp=4` or `dp=2,tp=2`.
+
+    Raises:
+        UsageError: `malformed-mesh`.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    axes: list[tuple[str | None, int]] = []
+    for part in parts:
+        name, equals, size = part.rpartition("=")
+        has_name = bool(equals) and name.strip().isidentifier()
+        if not size.strip().isdecimal() or int(size) < 1 or (bool(equals) and not has_name):
+            raise _malformed_mesh(text, f"{part!r} is not AXIS=RANKS with at least one rank")
+        axes.append((name.strip() if has_name else None, int(size)))
+    names = [name for name, _ in axes]
+    if len(axes) > 1 and None in names:
+        raise _malformed_mesh(text, "with several axes each needs a name")
+    if len(set(names)) < len(names):
+        raise _malformed_mesh(text, "an axis is named twice")
+    return MeshSpec(tuple(axes))
+
+
+def _malformed_mesh(text: str, why: str) -> UsageError:
+    return UsageError(
+        f"Cannot read the mesh: --mesh {text!r}. {why}. Write a number of ranks such as 4, or "
+        f"named axes such as dp=2,tp=2",
+        slug="malformed-mesh",
+    )
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of one run; every field is resolved and checked by `checked`.
+
+    Attributes:
+        targets: Addresses, as typed.
+        styles: Style patterns, as typed; empty means `engine` and the file's own styles.
+            Resolve with `style_ids.select(options.styles, case.user_styles)`.
+        mesh: The mesh of every style that does not bring its own.
+        dtype: The case's dtype, one of `DTYPES`.
+        steps: Training steps per run, >= 1.
+        seed: The base seed, >= 0.
+        timeout_seconds: Per cell.
+        runner: One of `RUNNERS`.
+        max_ranks: A larger mesh is refused before anything runs.
+        match: Glob over cell ids `case/style`; None selects all (`-k`).
+        stop_at_first: Stop after the first cell that fails (`-x`).
+        strict: `undetermined` and `not_exercised` rows fail too.
+        exit_zero: Exit 0 where the table says 1.
+        explain: Print how the case was discovered.
+        list_only: Print what would run, run nothing.
+        verbosity: -1 quiet, 0 normal, 1 lists tensors, 2 adds passing ones.
+        log_dir: Where rank logs go; None for a temporary folder.
+        reports: `(format, path)` of every report file asked for.
+        overrides: Fields put over what discovery finds, by name; part of a case's address.
+        command: The command line, for the record.
+    """
+
+    targets: tuple[str, ...]
+    styles: tuple[str, ...] = ()
+    mesh: MeshSpec = MeshSpec(((None, DEFAULT_RANKS),))
+    dtype: str = "float32"
+    steps: int = 3
+    seed: int = 0
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+    runner: str = "processes"
+    max_ranks: int | None = None
+    match: str | None = None
+    stop_at_first: bool = False
+    strict: bool = False
+    exit_zero: bool = False
+    explain: bool = False
+    list_only: bool = False
+    verbosity: int = 0
+    log_dir: str | None = None
+    reports: tuple[tuple[str, str], ...] = ()
+    overrides: dict[str, str] = field(default_factory=dict)
+    command: tuple[str, ...] = ()
+
+    @property
+    def rank_limit(self) -> int:
+        """Return the largest world size allowed."""
+        return MAX_RANKS[self.runner] if self.max_ranks is None else self.max_ranks
+
+    def checked(self) -> "Options":
+        """Return self if every value is in range.
+
+        Raises:
+            UsageError: `unknown-dtype`, `unknown-runner`, `bad-number`, `mesh-too-large`,
+                `unknown-report-format`.
+        """
+        _check_choice("--dtype", self.dtype, DTYPES, slug="unknown-dtype")
+        _check_choice("--runner", self.runner, RUNNERS, slug="unknown-runner")
+        for report_format, _ in self.reports:
+            _check_choice("--report", report_format, ("json",), slug="unknown-report-format")
+        _check_number("--steps", self.steps, 1)
+        _check_number("--seed", self.seed, 0)
+        _check_number("--max-ranks", self.rank_limit, 1)
+        if not self.timeout_seconds > 0:
+            _check_number("--timeout", self.timeout_seconds, 1)
+        check_rank_limit(self.mesh.num_ranks, self.rank_limit, self.runner)
+        return self
+
+
+def check_rank_limit(num_ranks: int, limit: int, runner: str) -> None:
+    """Refuse a mesh that is larger than allowed.
+
+    Raises:
+        UsageError: `mesh-too-large`.
+    """
+    if num_ranks > limit:
+        remedy = (
+            "Use a smaller mesh, raise --max-ranks, or use --runner lockstep, which needs no "
+            "processes"
+            if runner == "processes"
+            else "Use a smaller mesh or raise --max-ranks"
+        )
+        raise UsageError(
+            f"The mesh is too large: {num_ranks} ranks. Expected at most {limit} with --runner "
+            f"{runner}. {remedy}",
+            slug="mesh-too-large",
+        )
+
+
+def _check_choice(flag: str, value: str, choices: tuple[str, ...], *, slug: str) -> None:
+    if value not in choices:
+        raise UsageError(
+            f"Unknown value: {flag} {value!r}; {choices_text(value, choices)}", slug=slug
+        )
+
+
+def _check_number(flag: str, value: float, least: int) -> None:
+    if value < least:
+        raise UsageError(
+            f"Number out of range: {flag} {value!r}. Expected at least {least}", slug="bad-number"
+        )

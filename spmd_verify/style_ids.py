@@ -1,0 +1,155 @@
+"""Style ids, their groups, and which of them a selection names. Torch-free.
+
+A pattern is an id, an alias, a group (`engine`, `torch`, `user`, `all`) or a glob.
+"""
+
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from spmd_verify.errors import CaseError, UsageError, choices_text
+
+
+@dataclass(frozen=True)
+class StyleId:
+    """One line of `spmd-verify styles`.
+
+    Attributes:
+        name: What `--styles` and records call it.
+        group: `engine` or `torch`.
+        text: What it does, one line.
+        axes: Mesh axes it uses, in mesh order; the first is the axis of a bare `--mesh 4`.
+        available: False where this version knows the name but cannot run it yet.
+    """
+
+    name: str
+    group: str
+    text: str
+    axes: tuple[str, ...] = ("dp",)
+    available: bool = True
+
+
+STYLES: Final[tuple[StyleId, ...]] = (
+    StyleId("replicate", "engine", "parameters whole on every rank, gradients all-reduced"),
+    StyleId("fully_shard", "engine", "parameters and optimizer state sharded, gathered for use"),
+    StyleId("default", "engine", "shards what splits evenly, replicates the rest"),
+    StyleId("dtensor_expand", "engine", "placements chosen node by node from the inputs'"),
+    StyleId("spmd_hybrid", "engine", "sharded inside, replicated outside", ("replicate", "shard"), False),
+    StyleId("spmd_tp", "engine", "weights split by a tensor-parallel plan", ("tp",), False),
+    StyleId("spmd_sp", "engine", "activations split along the sequence", ("sp",), False),
+    StyleId("spmd_dp_tp", "engine", "data and tensor parallel together", ("dp", "tp"), False),
+    StyleId("ddp", "torch", "DistributedDataParallel", ("dp",), False),
+    StyleId("fsdp2", "torch", "fully_shard on one axis", ("fsdp",), False),
+    StyleId("hsdp", "torch", "fully_shard on two axes", ("replicate", "shard"), False),
+    StyleId("tp", "torch", "parallelize_module, column and row wise", ("tp",), False),
+    StyleId("sp", "torch", "tensor parallel with sequence-sharded norms", ("sp",), False),
+    StyleId("cp", "torch", "context parallel attention", ("cp",), False),
+    StyleId("pp", "torch", "pipeline stages", ("pp",), False),
+    StyleId("ep", "torch", "experts spread over ranks", ("ep",), False),
+    StyleId("zero1", "torch", "ZeroRedundancyOptimizer", ("dp",), False),
+)
+
+ALIASES: Final[dict[str, str]] = {
+    "distributed_data_parallel": "ddp",
+    "fully_sharded_data_parallel": "fsdp2",
+    "hybrid_sharded_data_parallel": "hsdp",
+    "tensor_parallel": "tp",
+    "sequence_parallel": "sp",
+    "context_parallel": "cp",
+    "pipeline_parallel": "pp",
+    "expert_parallel": "ep",
+}
+
+GROUPS: Final[tuple[str, ...]] = ("engine", "torch", "user", "all")
+ENGINE: Final[tuple[str, ...]] = tuple(
+    style.name for style in STYLES if style.group == "engine" and style.available
+)
+DATA_AXES: Final[frozenset[str]] = frozenset({"dp", "fsdp", "replicate", "shard"})
+_AXIS_TOKENS: Final[tuple[str, ...]] = ("dp", "tp", "sp", "pp", "ep", "cp", "fsdp")
+_BY_NAME: Final = {style.name: style for style in STYLES}
+
+
+def axis_name(style: str) -> str:
+    """Return the axis that a one-axis mesh has under a style.
+
+    A built-in style has its own list. For a user style the axis is a whole token of its
+    name between `_`, `+` or `-`; `dp` where no token is an axis.
+    """
+    if style in _BY_NAME:
+        return _BY_NAME[style].axes[0]
+    tokens = style.replace("+", "_").replace("-", "_").split("_")
+    return next((token for token in tokens if token in _AXIS_TOKENS), "dp")
+
+
+def check_user_styles(names: Sequence[str], where: str) -> None:
+    """Refuse a user style that is called like a built-in one.
+
+    Raises:
+        CaseError: `style-name-taken`, naming both.
+    """
+    for name in names:
+        is_group = name in GROUPS and name != "user"
+        taken = name if name in _BY_NAME or is_group else ALIASES.get(name)
+        if taken is not None:
+            raise CaseError(
+                f"Two styles have one name: {where}. The file's hook for {name!r} and the "
+                f"built-in {taken!r} cannot be told apart. Rename the hook, for example to "
+                f"parallelize_my_{name}",
+                slug="style-name-taken",
+            )
+
+
+def select(patterns: Sequence[str], user_styles: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the ids that the patterns name, in the table's order, each once.
+
+    Args:
+        patterns: What `--styles` was given; empty means `engine` and every user style.
+        user_styles: Names that the case file brings.
+
+    Raises:
+        UsageError: `unknown-style` where a pattern names nothing; `style-not-yet` where
+            it names only styles that this version cannot run.
+    """
+    wanted = list(patterns) or ["engine", *(["user"] if user_styles else [])]
+    chosen: set[str] = set()
+    for pattern in wanted:
+        chosen.update(_matches(ALIASES.get(pattern, pattern), user_styles))
+    order = [style.name for style in STYLES] + list(user_styles)
+    return tuple(name for name in order if name in chosen)
+
+
+def _matches(pattern: str, user_styles: Sequence[str]) -> list[str]:
+    """Return the runnable ids that one pattern names."""
+    if pattern == "user":
+        return list(user_styles)
+    named = [style for style in STYLES if _names(pattern, style)]
+    found = [style.name for style in named if style.available]
+    if pattern == "all":
+        return found + list(user_styles)
+    found += [name for name in user_styles if fnmatch.fnmatchcase(name, pattern)]
+    if found:
+        return found
+    if named or _is_combination(pattern):
+        raise UsageError(
+            f"Style cannot be run yet: {pattern!r}. It is planned, not part of this version. "
+            f"Use one of {', '.join(ENGINE)}",
+            slug="style-not-yet",
+        )
+    names = [*(style.name for style in STYLES if style.available), *user_styles, *GROUPS]
+    raise UsageError(
+        f"Unknown style: --styles {pattern!r}; {choices_text(pattern, names)}. "
+        f"`spmd-verify styles` lists all of them",
+        slug="unknown-style",
+    )
+
+
+def _names(pattern: str, style: StyleId) -> bool:
+    """Say whether a pattern means this built-in style."""
+    return pattern in ("all", style.group) or fnmatch.fnmatchcase(style.name, pattern)
+
+
+def _is_combination(pattern: str) -> bool:
+    """Say whether a pattern joins torch ids by `+`, such as `fsdp2+tp`."""
+    parts = pattern.split("+")
+    return len(parts) > 1 and all(ALIASES.get(part, part) in _BY_NAME for part in parts)
