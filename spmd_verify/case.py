@@ -6,6 +6,7 @@ before the model is built, `seed + 1` before inputs and targets, `seed + 2 + n` 
 step n (`seed_step`).
 """
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Mapping
@@ -27,6 +28,7 @@ from spmd_verify.batches import (
 )
 from spmd_verify.default_loss import PROJECTION_NOTE, default_loss, own_loss
 from spmd_verify.discovery import discover
+from spmd_verify.factory_dtype import FactoryDtype
 from spmd_verify.hooks import Case, UserStyle
 from spmd_verify.model_build import (
     cast_module,
@@ -249,8 +251,19 @@ class LoadedCase:
         Raises:
             ReferenceRunError: `loss-not-scalar`, `loss-without-gradient`, `no-default-loss`.
         """
-        if self.hooks.step is not None:
-            return self.hooks.step(model, optimizer, batch)
+        with self.factory_mode():
+            if self.hooks.step is not None:
+                return self.hooks.step(model, optimizer, batch)
+            return self._default_step(model, optimizer, batch)
+
+    def factory_mode(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context every step of this case runs in: see `factory_dtype`."""
+        if self.dtype == torch.get_default_dtype():
+            return contextlib.nullcontext()
+        return FactoryDtype(self.dtype)
+
+    def _default_step(self, model: nn.Module, optimizer: Any, batch: Any) -> Tensor:
+        """Run zero_grad, forward, loss, backward and update; return the detached loss."""
         optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
         for each in optimizers:
             each.zero_grad()
