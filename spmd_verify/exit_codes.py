@@ -1,0 +1,45 @@
+"""The exit codes of `ecosystem.md` part 2, decided in one place. Torch-free."""
+
+from collections.abc import Iterable
+from typing import Final
+
+from spmd_verify.record import Cell
+
+PASSED: Final = 0
+FAILED: Final = 1
+WRONG_USE: Final = 2
+RANK_FAILED: Final = 3
+INTERNAL: Final = 4
+NOTHING_JUDGED: Final = 5
+INTERRUPTED: Final = 130
+
+FAILING: Final = frozenset({"mismatch", "semantic", "not_exercised"})
+STRICT_ROWS: Final = ("undetermined", "not_exercised", "mismatch")
+
+
+def fails(cell: Cell, *, strict: bool = False) -> bool:
+    """Say whether a cell counts as failed.
+
+    Under `strict` a cell also fails for an undetermined, unexercised or mismatching row
+    that did not fail the cell by itself.
+    """
+    if cell.verdict in FAILING:
+        return True
+    if not strict or cell.verdict in ("unsupported", "error"):
+        return False
+    return cell.verdict == "undetermined" or any(cell.counts.get(word) for word in STRICT_ROWS)
+
+
+def decide(cells: Iterable[Cell], *, strict: bool = False, exit_zero: bool = False) -> int:
+    """Return the exit code of a finished run: the first of 3, 1, 5, 0 that applies.
+
+    `exit_zero` turns 1 into 0 and nothing else.
+    """
+    found = list(cells)
+    if any(cell.verdict == "error" for cell in found):
+        return RANK_FAILED
+    if any(fails(cell, strict=strict) for cell in found):
+        return PASSED if exit_zero else FAILED
+    if all(cell.verdict == "unsupported" for cell in found):
+        return NOTHING_JUDGED
+    return PASSED

@@ -1,0 +1,282 @@
+"""The record of one run: what every report is a view of. Torch-free.
+
+Floats round-trip; NaN and infinities are written as strings. Keys that this version does
+not know are kept in `unknown` and written back; a newer major version is refused.
+"""
+
+import math
+from typing import Any, Final, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from spmd_verify.errors import RecordError
+
+# 1.0: first version.
+SCHEMA_VERSION: Final = "1.0"
+_NON_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+class Cause(msgspec.Struct, kw_only=True):
+    """Why a tensor differs: `verdicts.md` part 7.
+
+    Attributes:
+        kind: One of the words of that part; `unexplained` where nothing fits.
+        text: One sentence.
+        residual: What the explanation leaves, as a multiple of the noise.
+        axis: Mesh axis concerned, if one is.
+        factor: Fitted factor, if there is one.
+        ranks: Ranks concerned.
+        tensors: Tensors concerned.
+        remedy: What to change, if known.
+    """
+
+    kind: str
+    text: str
+    residual: float
+    axis: str | None = None
+    factor: float | None = None
+    ranks: list[int] = []
+    tensors: list[str] = []
+    remedy: str | None = None
+    unknown: dict[str, Any] = {}
+
+
+class WorstElement(msgspec.Struct, kw_only=True):
+    """The element of a tensor that differs most; `index` is global."""
+
+    index: list[int]
+    actual: float
+    expected: float
+    unknown: dict[str, Any] = {}
+
+
+class Row(msgspec.Struct, kw_only=True):
+    """One tensor at one stage of one step.
+
+    `error` and `noise` are absolute norms, `ratio` is error / noise; all global.
+    """
+
+    name: str
+    stage: str
+    step: int
+    verdict: str
+    aliases: list[str] = []
+    run: str = "free"
+    shape: list[int] = []
+    dtype: str = ""
+    layout: str = ""
+    ranks: list[int] = []
+    error: float | None = None
+    noise: float | None = None
+    ratio: float | None = None
+    max_ulp: int | None = None
+    worst: WorstElement | None = None
+    cause: Cause | None = None
+    downstream_of: str | None = None
+    unknown: dict[str, Any] = {}
+
+
+class FirstDivergence(msgspec.Struct, kw_only=True):
+    """The smallest (step, stage, position) that differs.
+
+    Attributes:
+        step: From 0.
+        stage: One of the stage identifiers.
+        tensor: Its name.
+        operator: First differing operator, for styles that keep the correspondence.
+        source: The user's source line of that operator.
+    """
+
+    step: int
+    stage: str
+    tensor: str
+    operator: str | None = None
+    source: str | None = None
+    unknown: dict[str, Any] = {}
+
+
+class WorstTensor(msgspec.Struct, kw_only=True):
+    """The row of a cell with the largest ratio."""
+
+    tensor: str
+    stage: str
+    step: int
+    error: float
+    noise: float
+    ratio: float
+    unknown: dict[str, Any] = {}
+
+
+class Exercised(msgspec.Struct, kw_only=True):
+    """How many of the rows that should carry signal did."""
+
+    n: int
+    of: int
+    unknown: dict[str, Any] = {}
+
+
+class Cell(msgspec.Struct, kw_only=True):
+    """One case under one style on one mesh in one dtype."""
+
+    case: str
+    style: str
+    mesh: str
+    dtype: str
+    world_size: int
+    runner: str
+    verdict: str
+    message: str = ""
+    cause: Cause | None = None
+    first_divergence: FirstDivergence | None = None
+    worst: WorstTensor | None = None
+    counts: dict[str, int] = {}
+    exercised: Exercised | None = None
+    fallbacks: dict[str, int] = {}
+    collectives: dict[str, int] = {}
+    skipped_reason: str | None = None
+    undetermined_reason: str | None = None
+    duration_seconds: float = 0.0
+    log: str | None = None
+    tensors: list[Row] = []
+    unknown: dict[str, Any] = {}
+
+    @property
+    def id(self) -> str:
+        """Return the name that `-k` and messages use."""
+        return f"{self.case}/{self.style}"
+
+
+class CaseInfo(msgspec.Struct, kw_only=True):
+    """What was judged."""
+
+    path: str
+    source_hash: str
+    seed: int
+    unknown: dict[str, Any] = {}
+
+
+class Record(msgspec.Struct, kw_only=True):
+    """Everything one run found."""
+
+    schema_version: str = SCHEMA_VERSION
+    tool: str = ""
+    command: list[str] = []
+    exit_code: int = 0
+    environment: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
+    case: CaseInfo | None = None
+    discovered: dict[str, str] = {}
+    cells: list[Cell] = []
+    unknown: dict[str, Any] = {}
+
+
+def encode(record: Record) -> bytes:
+    """Return a record as indented JSON, NaN and infinities as strings."""
+    text = msgspec.json.encode(_to_plain(record))
+    return msgspec.json.format(text, indent=1) + b"\n"
+
+
+def decode(text: bytes | str, where: str = "the record") -> Record:
+    """Read a record of this or an older version.
+
+    Args:
+        text: JSON.
+        where: Path for messages.
+
+    Raises:
+        RecordError: `not-a-record`, `record-too-new`.
+    """
+    try:
+        plain = msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise _not_a_record(where, str(error)) from error
+    if not isinstance(plain, dict) or "schema_version" not in plain:
+        raise _not_a_record(where, "no schema_version")
+    version = str(plain["schema_version"])
+    major = version.partition(".")[0]
+    if not major.isdecimal():
+        raise _not_a_record(where, f"schema_version {version!r}")
+    if int(major) > int(SCHEMA_VERSION.partition(".")[0]):
+        raise RecordError(
+            f"The record is too new: {where}. Got schema {version}, this version reads up to "
+            f"{SCHEMA_VERSION}. Install the spmd-verify that wrote it, or a newer one",
+            slug="record-too-new",
+        )
+    try:
+        record: Record = _from_plain(Record, plain)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise _not_a_record(where, str(error)) from error
+    return record
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a record as it is written."""
+    schema = msgspec.json.schema(Record)
+    schema["title"] = "spmd-verify record"
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    for definition in schema["$defs"].values():
+        definition.get("properties", {}).pop("unknown", None)
+        definition["additionalProperties"] = True
+    adjusted: dict[str, Any] = _with_non_finite(schema)
+    return adjusted
+
+
+def _not_a_record(where: str, why: str) -> RecordError:
+    return RecordError(
+        f"Not a record of spmd-verify: {where}. Got {why}. Pass the file that --report "
+        f"json=PATH wrote",
+        slug="not-a-record",
+    )
+
+
+def _to_plain(value: Any) -> Any:
+    """Turn structs into dicts, unknown keys merged in, non-finite floats into strings."""
+    if isinstance(value, msgspec.Struct):
+        known = {
+            name: _to_plain(getattr(value, name))
+            for name in value.__struct_fields__
+            if name != "unknown"
+        }
+        return {**known, **_to_plain(getattr(value, "unknown", {}))}
+    if isinstance(value, dict):
+        return {str(key): _to_plain(member) for key, member in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_to_plain(member) for member in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    return value
+
+
+def _from_plain(kind: Any, value: Any) -> Any:
+    """Make a value of an annotated type from plain JSON."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        if not isinstance(value, dict):
+            raise TypeError(f"{kind.__name__} is no object but {value!r}")
+        hints = get_type_hints(kind)
+        names = set(kind.__struct_fields__) - {"unknown"}
+        known = {name: _from_plain(hints[name], value[name]) for name in value if name in names}
+        return kind(**known, unknown={key: value[key] for key in value if key not in names})
+    members = [member for member in get_args(kind) if member is not type(None)]
+    if value is None or kind is Any:
+        return msgspec.convert(value, kind)
+    if get_origin(kind) is list:
+        return [_from_plain(members[0], member) for member in msgspec.convert(value, list)]
+    if get_origin(kind) is dict:
+        return {key: _from_plain(members[1], member) for key, member in value.items()}
+    if members:
+        return _from_plain(members[0], value)
+    if kind is float and isinstance(value, str) and value in _NON_FINITE:
+        return _NON_FINITE[value]
+    return msgspec.convert(value, kind)
+
+
+def _with_non_finite(schema: Any) -> Any:
+    """Let every number of a schema also be one of the three strings."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "number":
+            rest = {key: value for key, value in schema.items() if key != "type"}
+            return {"anyOf": [{"type": "number"}, {"enum": list(_NON_FINITE)}], **rest}
+        return {key: _with_non_finite(value) for key, value in schema.items()}
+    if isinstance(schema, list):
+        return [_with_non_finite(member) for member in schema]
+    return schema
