@@ -1,0 +1,365 @@
+"""The checker's own shard arithmetic: which elements of a global tensor a coordinate owns.
+
+Shares no code with `spmd`, so that a fault there cannot hide here. A layout is one placement
+per mesh axis, in mesh order (or an object with them in `placements`); placements are read by
+their attributes: `dim` makes a shard, with `units`, `outer` and `inner` where given and the
+rule of torch.chunk where not; a class named `Partial` is a pending reduction; everything else
+replicates.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from spmd_verify.errors import InternalError
+
+Coordinate = tuple[int, ...]
+Ranges = tuple[tuple[int, int], ...]
+
+
+class Sliceable(Protocol):
+    """A tensor, or a slice of a safetensors file: `[slice, ...]` gives a tensor."""
+
+    def __getitem__(self, key: Any) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Split:
+    """How one mesh axis splits one dim, seen from one rank of that axis.
+
+    Attributes:
+        units: Units of every rank, or empty for the rule of torch.chunk.
+        outer: Repetitions of the split factor to its left.
+        inner: Elements per unit.
+        num_ranks: Size of the mesh axis.
+        index: This rank's index on it.
+    """
+
+    units: tuple[int, ...]
+    outer: int
+    inner: int
+    num_ranks: int
+    index: int
+
+
+@dataclass(frozen=True)
+class Region:
+    """The part of a global tensor that one coordinate owns.
+
+    Attributes:
+        ranges: Per dim, the half-open index ranges owned, in local order. A 0-dim tensor
+            has no dims and is owned whole.
+    """
+
+    ranges: tuple[Ranges, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Local sizes, in elements; zero is possible."""
+        return tuple(_length(ranges) for ranges in self.ranges)
+
+    @property
+    def numel(self) -> int:
+        """Elements owned."""
+        return math.prod(self.shape)
+
+    def global_index(self, local_index: Sequence[int]) -> tuple[int, ...]:
+        """Translate one local index into an index of the global tensor."""
+        return tuple(
+            _locate(ranges, index) for ranges, index in zip(self.ranges, local_index, strict=True)
+        )
+
+    def is_whole(self, shape: Sequence[int]) -> bool:
+        """Say whether this is the whole of a global tensor of `shape`."""
+        return self.shape == tuple(shape)
+
+
+def placements_of(layout: Any) -> tuple[Any, ...]:
+    """Return the placements of a layout object or of a plain sequence."""
+    return tuple(getattr(layout, "placements", layout))
+
+
+def is_partial(placement: Any) -> bool:
+    """Say whether a reduction over the axis is still due."""
+    return type(placement).__name__ in ("Partial", "_Partial", "_NormPartial", "_MaskPartial")
+
+
+def is_sharded(placement: Any) -> bool:
+    """Say whether the axis splits a dim."""
+    return hasattr(placement, "dim") and not is_partial(placement)
+
+
+def partial_axes(layout: Any) -> tuple[int, ...]:
+    """Return the mesh axes over which a reduction is still due."""
+    return tuple(i for i, placement in enumerate(placements_of(layout)) if is_partial(placement))
+
+
+def reduce_op(placement: Any) -> str:
+    """Return the operation of a partial placement: `sum`, `max`, `min`, `avg`, ..."""
+    return str(getattr(placement, "op", getattr(placement, "reduce_op", "sum")))
+
+
+def describe(layout: Any) -> str:
+    """Return a layout in short: `S(0),R` or `P(sum)`; `?` where none was declared."""
+    if layout is None:
+        return "?"
+    return ",".join(_describe_one(placement) for placement in placements_of(layout))
+
+
+def coordinates(mesh_shape: Sequence[int]) -> Iterator[Coordinate]:
+    """Give every coordinate of a mesh, the last axis fastest (rank order)."""
+    return itertools.product(*(range(size) for size in mesh_shape))
+
+
+def region(
+    global_shape: Sequence[int], layout: Any, mesh_shape: Sequence[int], coordinate: Coordinate
+) -> Region:
+    """Return what `coordinate` owns of a global tensor.
+
+    Axes apply from left to right, so two axes may split the same dim; the second then splits
+    what the first left. Replicate and Partial own the whole.
+
+    Args:
+        global_shape: Sizes of the global tensor, in elements.
+        layout: One placement per mesh axis.
+        mesh_shape: Ranks along each axis, each >= 1.
+        coordinate: 0 <= coordinate[i] < mesh_shape[i].
+
+    Raises:
+        InternalError: `layout-arithmetic`, if the placements do not fit the shape or mesh.
+
+    Source of the chunk rule: torch.chunk; agrees with torch.distributed.tensor 2.13
+    (test_layouts.py compares them).
+    """
+    placements = placements_of(layout)
+    if not len(placements) == len(mesh_shape) == len(coordinate):
+        raise _misfit(global_shape, layout, mesh_shape, "one placement per mesh axis is needed")
+    splits: list[list[Split]] = [[] for _ in global_shape]
+    for placement, size, index in zip(placements, mesh_shape, coordinate, strict=True):
+        if not is_sharded(placement):
+            continue
+        if not -len(global_shape) <= placement.dim < len(global_shape):
+            raise _misfit(global_shape, layout, mesh_shape, f"there is no dim {placement.dim}")
+        if hasattr(placement, "split_factor"):
+            raise _misfit(global_shape, layout, mesh_shape, "strided shards have no rule here")
+        units = tuple(getattr(placement, "units", ()))
+        if units and len(units) != size:
+            raise _misfit(global_shape, layout, mesh_shape, f"{len(units)} units, {size} ranks")
+        outer, inner = getattr(placement, "outer", 1), getattr(placement, "inner", 1)
+        splits[placement.dim].append(Split(units, outer, inner, size, index))
+    try:
+        return Region(
+            tuple(
+                owned(size, tuple(dim_splits))
+                for size, dim_splits in zip(global_shape, splits, strict=True)
+            )
+        )
+    except ValueError as error:
+        raise _misfit(global_shape, layout, mesh_shape, str(error)) from error
+
+
+@lru_cache(maxsize=8192)
+def owned(size: int, splits: tuple[Split, ...]) -> Ranges:
+    """Return the ranges of a dim of `size` elements that remain after `splits`.
+
+    Raises:
+        ValueError: If the units of a split do not add up to what it splits.
+    """
+    ranges: Ranges = ((0, size),)
+    for split in splits:
+        ranges = _compose(ranges, _split_ranges(_length(ranges), split))
+    return ranges
+
+
+def take(
+    source: Tensor | Sliceable,
+    layout: Any,
+    mesh_shape: Sequence[int],
+    coordinate: Coordinate,
+    shape: Sequence[int] | None = None,
+) -> Tensor:
+    """Return the local part of a global tensor.
+
+    Args:
+        source: Global tensor [...], or a safetensors slice of one; of the latter only the
+            bytes between the first and last owned row of each dim are read.
+        layout: One placement per mesh axis.
+        mesh_shape: Ranks along each axis.
+        coordinate: The rank's position.
+        shape: Global sizes; needed when `source` has no `shape`.
+
+    Returns:
+        The local tensor; a view where one range per dim is owned of a tensor.
+    """
+    sizes = tuple(source.shape) if isinstance(source, Tensor) else tuple(shape or ())
+    return take_region(source, region(sizes, layout, mesh_shape, coordinate))
+
+
+def take_region(source: Tensor | Sliceable, part: Region) -> Tensor:
+    """Return the elements of `part` from a global tensor or a safetensors slice of it."""
+    if not part.ranges:
+        return source if isinstance(source, Tensor) else source[...]
+    hulls = tuple(
+        slice(ranges[0][0], ranges[-1][1]) if ranges else slice(0, 0) for ranges in part.ranges
+    )
+    taken = source[hulls]
+    for dim, ranges in enumerate(part.ranges):
+        if len(ranges) > 1:
+            start = ranges[0][0]
+            pieces = [taken.narrow(dim, low - start, high - low) for low, high in ranges]
+            taken = torch.cat(pieces, dim)
+    return taken
+
+
+def replicas(
+    global_shape: Sequence[int], layout: Any, mesh_shape: Sequence[int]
+) -> dict[Region, list[Coordinate]]:
+    """Group the coordinates of a mesh by what they own: each group holds equal copies."""
+    groups: dict[Region, list[Coordinate]] = {}
+    for coordinate in coordinates(mesh_shape):
+        part = region(global_shape, layout, mesh_shape, coordinate)
+        groups.setdefault(part, []).append(coordinate)
+    return groups
+
+
+def scatter(
+    value: Tensor, layout: Any, mesh_shape: Sequence[int]
+) -> dict[Coordinate, Tensor]:
+    """Return every rank's copy of its local part; for tests.
+
+    A partial sum is laid out as the value on index 0 of the axis and zeros elsewhere.
+    """
+    parts: dict[Coordinate, Tensor] = {}
+    axes = partial_axes(layout)
+    for coordinate in coordinates(mesh_shape):
+        local = take(value, layout, mesh_shape, coordinate).clone()
+        parts[coordinate] = local if all(coordinate[i] == 0 for i in axes) else local * 0
+    return parts
+
+
+def assemble(
+    parts: Mapping[Coordinate, Tensor],
+    global_shape: Sequence[int],
+    layout: Any,
+    mesh_shape: Sequence[int],
+) -> Tensor:
+    """Return the global tensor from local parts; of equal copies the first is taken."""
+    first = next(iter(parts.values()))
+    value = torch.zeros(tuple(global_shape), dtype=first.dtype)
+    for part, owners in replicas(global_shape, layout, mesh_shape).items():
+        put_region(value, part, parts[owners[0]])
+    return value
+
+
+def put_region(value: Tensor, part: Region, local: Tensor) -> None:
+    """Write a local tensor into its place in the global tensor, in place."""
+    if not part.ranges:
+        value.copy_(local)
+        return
+    offsets = [_with_offsets(ranges) for ranges in part.ranges]
+    for block in itertools.product(*offsets):
+        target = tuple(slice(low, high) for low, high, _ in block)
+        origin = tuple(slice(at, at + high - low) for low, high, at in block)
+        value[target] = local[origin]
+
+
+def _length(ranges: Iterable[tuple[int, int]]) -> int:
+    """Count the elements of ranges."""
+    return sum(high - low for low, high in ranges)
+
+
+def _locate(ranges: Ranges, index: int) -> int:
+    """Return the global index of the local `index` within one dim."""
+    for low, high in ranges:
+        if index < high - low:
+            return low + index
+        index -= high - low
+    raise IndexError(f"index {index} is past the end of {ranges}")
+
+
+def _with_offsets(ranges: Ranges) -> list[tuple[int, int, int]]:
+    """Pair each range with its first local index."""
+    starts = itertools.accumulate((high - low for low, high in ranges), initial=0)
+    return [(low, high, at) for (low, high), at in zip(ranges, starts, strict=False)]
+
+
+def _split_ranges(size: int, split: Split) -> Ranges:
+    """Return the ranges of [0, size) that the rank of `split` owns, merged and in order."""
+    units = split.units or _chunk_units(size, split)
+    if split.outer * sum(units) * split.inner != size:
+        raise ValueError(
+            f"units {units} (outer {split.outer}, inner {split.inner}) do not add up to {size}"
+        )
+    start, count, total = sum(units[: split.index]), units[split.index], sum(units)
+    if not count:
+        return ()
+    period, low = total * split.inner, start * split.inner
+    ranges = [
+        (turn * period + low, turn * period + low + count * split.inner)
+        for turn in range(split.outer)
+    ]
+    return _merged(ranges)
+
+
+def _chunk_units(size: int, split: Split) -> tuple[int, ...]:
+    """Split `size` elements over ranks: ceil(size / ranks) each until used up."""
+    total, remainder = divmod(size, split.outer * split.inner)
+    if remainder:
+        raise ValueError(f"{size} elements are no multiple of {split.outer} x {split.inner}")
+    step = -(-total // split.num_ranks)
+    return tuple(max(0, min(step, total - step * i)) for i in range(split.num_ranks))
+
+
+def _compose(ranges: Ranges, inner: Ranges) -> Ranges:
+    """Return `inner`, ranges of local indices of `ranges`, in global indices."""
+    if ranges and len(ranges) == 1:
+        base = ranges[0][0]
+        return tuple((base + low, base + high) for low, high in inner)
+    found = []
+    for low, high in inner:
+        for start, stop, at in _with_offsets(ranges):
+            first, last = max(low, at), min(high, at + stop - start)
+            if first < last:
+                found.append((start + first - at, start + last - at))
+    return _merged(found)
+
+
+def _merged(ranges: Sequence[tuple[int, int]]) -> Ranges:
+    """Join ranges that touch."""
+    joined: list[tuple[int, int]] = []
+    for low, high in ranges:
+        if joined and joined[-1][1] == low:
+            joined[-1] = (joined[-1][0], high)
+        else:
+            joined.append((low, high))
+    return tuple(joined)
+
+
+def _describe_one(placement: Any) -> str:
+    """Return one placement in short."""
+    if is_partial(placement):
+        return f"P({reduce_op(placement)})"
+    if not is_sharded(placement):
+        return "R"
+    outer, inner = getattr(placement, "outer", 1), getattr(placement, "inner", 1)
+    return f"S({placement.dim})" if outer == inner == 1 else f"S({placement.dim};{outer}x{inner})"
+
+
+def _misfit(
+    shape: Sequence[int], layout: Any, mesh_shape: Sequence[int], why: str
+) -> InternalError:
+    """Return the error for a layout that does not fit a tensor."""
+    return InternalError(
+        f"A layout does not fit its tensor: shape {list(shape)}, layout {describe(layout)}, "
+        f"mesh {list(mesh_shape)}. Got a misfit: {why}. This is a fault of the style or of "
+        f"spmd-verify: please report it",
+        slug="layout-arithmetic",
+    )
