@@ -1,9 +1,10 @@
 """The exit codes of `ecosystem.md` part 2, decided in one place. Torch-free."""
 
 from collections.abc import Iterable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from spmd_verify.record import Cell
+if TYPE_CHECKING:  # the command line needs the numbers for --help, not the record
+    from spmd_verify.record import Cell
 
 PASSED: Final = 0
 FAILED: Final = 1
@@ -17,7 +18,7 @@ FAILING: Final = frozenset({"mismatch", "semantic", "not_exercised"})
 STRICT_ROWS: Final = ("undetermined", "not_exercised", "mismatch")
 
 
-def fails(cell: Cell, *, strict: bool = False) -> bool:
+def fails(cell: "Cell", *, strict: bool = False) -> bool:
     """Say whether a cell counts as failed.
 
     Under `strict` a cell also fails for an undetermined, unexercised or mismatching row
@@ -30,7 +31,7 @@ def fails(cell: Cell, *, strict: bool = False) -> bool:
     return cell.verdict == "undetermined" or any(cell.counts.get(word) for word in STRICT_ROWS)
 
 
-def decide(cells: Iterable[Cell], *, strict: bool = False, exit_zero: bool = False) -> int:
+def decide(cells: "Iterable[Cell]", *, strict: bool = False, exit_zero: bool = False) -> int:
     """Return the exit code of a finished run: the first of 3, 1, 5, 0 that applies.
 
     `exit_zero` turns 1 into 0 and nothing else.

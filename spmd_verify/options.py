@@ -93,7 +93,7 @@ class Options:
         exit_zero: Exit 0 where the table says 1.
         explain: Print how the case was discovered.
         list_only: Print what would run, run nothing.
-        verbosity: -1 quiet, 0 normal, 1 lists tensors, 2 adds passing ones.
+        verbosity: -1 quiet, 0 normal, 1 lists tensors, 2 adds the exact ones.
         log_dir: Where rank logs go; None for a temporary folder.
         reports: `(format, path)` of every report file asked for.
         overrides: Fields put over what discovery finds, by name; part of a case's address.

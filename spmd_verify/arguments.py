@@ -1,0 +1,135 @@
+"""Verbs and flags of the command line. Torch-free: `--help` imports this and no more."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, Final
+
+from spmd_verify.errors import UsageError
+from spmd_verify.version import __version__
+
+VERBS: Final = ("run", "styles", "schema")
+# Verbs of the design that this version does not have; typed alone they are no file names.
+PLANNED_VERBS: Final = (
+    "compare",
+    "certify",
+    "fuzz",
+    "report",
+    "baseline",
+    "repro",
+    "doctor",
+    "init",
+    "config",
+)
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse a command line; `spmd-verify model.py` is `spmd-verify run model.py`.
+
+    Raises:
+        UsageError: `verb-not-yet`.
+        SystemExit: from argparse, with code 2 or 0.
+    """
+    words = list(argv)
+    if words and words[0] in PLANNED_VERBS:
+        raise UsageError(
+            f"This verb is planned, not part of this version: {words[0]!r}. "
+            f"Use one of {', '.join(VERBS)}",
+            slug="verb-not-yet",
+        )
+    if words and words[0] not in (*VERBS, "-h", "--help", "--version"):
+        words.insert(0, "run")
+    return _parser().parse_args(words)
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Build the parser of all verbs."""
+    parser = argparse.ArgumentParser(
+        prog="spmd-verify",
+        description="Check that a training step computes on a mesh what one device computes.",
+        epilog="spmd-verify model.py is spmd-verify run model.py.",
+    )
+    parser.add_argument("--version", action="version", version=f"spmd-verify {__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    run = verbs.add_parser("run", help="the check")
+    _add_run_flags(run)
+    verbs.add_parser("styles", help="list the parallel styles")
+    verbs.add_parser("schema", help="print the JSON Schema of a record")
+    return parser
+
+
+def _add_run_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of `run`; None means not given, so that configuration may decide."""
+    add = parser.add_argument
+    add("targets", nargs="+", metavar="TARGET", help="model.py, model.py:Net, model.py::case, "
+        "package.module:make_model, a directory, hf:TYPE")  # fmt: skip
+    what = parser.add_argument_group("what to run")
+    add = what.add_argument
+    add("--styles", action="append", metavar="IDS", help="ids, globs, groups engine, torch, user, "
+        "all; commas or repeated (default: engine and the file's own)")  # fmt: skip
+    add("--mesh", help="4, dp=4 or dp=2,tp=2 (default: 2 ranks)")
+    add("--dtype", help="float32, float64 or bfloat16 (default: float32)")
+    add("--steps", type=int, help="training steps (default: 3)")
+    add("--seed", type=int, help="base seed (default: 0)")
+    add("-k", dest="match", metavar="GLOB", help="only cells CASE/STYLE that match")
+    add("-x", dest="stop_at_first", action="store_true", help="stop after the first failing cell")
+    how = parser.add_argument_group("how to run it")
+    add = how.add_argument
+    add("--runner", help="processes or lockstep (default: processes)")
+    add("--timeout", type=float, metavar="SECONDS", help="per cell (default: 300)")
+    add("--max-ranks", type=int, help="largest mesh (default: 16 for processes, 4096 for lockstep)")
+    add("--log-dir", metavar="DIR", help="where rank logs go (default: a temporary folder)")
+    shown = parser.add_argument_group("what to show")
+    add = shown.add_argument
+    add("--list", dest="list_only", action="store_true", help="list the cells, run nothing")
+    add("--explain", action="store_true", help="say where each part of the case was found")
+    add("-v", "--verbose", action="count", default=0, help="list tensors; -vv also exact ones; "
+        "tracebacks of errors")  # fmt: skip
+    add("-q", "--quiet", action="store_true", help="no progress, only the table")
+    add("--report", action="append", default=[], metavar="FORMAT=PATH", help="json=PATH; "
+        "repeatable")  # fmt: skip
+    code = parser.add_argument_group("exit code")
+    add = code.add_argument
+    add("--strict", action="store_true", default=None, help="undetermined and unexercised rows "
+        "fail too")  # fmt: skip
+    add("--exit-zero", action="store_true", help="exit 0 instead of 1")
+
+
+def report_argument(text: str) -> tuple[str, str]:
+    """Split `FORMAT=PATH`.
+
+    Raises:
+        UsageError: `bad-report`.
+    """
+    report_format, equals, path = text.partition("=")
+    if not equals or not path:
+        raise UsageError(
+            f"Cannot read the report: --report {text!r}. Write FORMAT=PATH, for example "
+            f"json=record.json",
+            slug="bad-report",
+        )
+    return report_format, path
+
+
+def flag_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings that were given as flags, by configuration key."""
+    given = {
+        "styles": _split(arguments.styles),
+        "mesh": arguments.mesh,
+        "dtype": arguments.dtype,
+        "steps": arguments.steps,
+        "seed": arguments.seed,
+        "timeout": arguments.timeout,
+        "runner": arguments.runner,
+        "max-ranks": arguments.max_ranks,
+        "log-dir": arguments.log_dir,
+        "strict": arguments.strict,
+    }
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def _split(values: Sequence[str] | None) -> tuple[str, ...] | None:
+    """Join repeated `--styles` and split them at commas."""
+    if values is None:
+        return None
+    words = [word.strip() for value in values for word in value.split(",")]
+    return tuple(word for word in words if word)

@@ -1,0 +1,147 @@
+"""The command line: parse, run, print, and one exit code. No verb but `run` imports torch."""
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from spmd_verify.arguments import flag_settings, parse_arguments, report_argument
+from spmd_verify.errors import InternalError, SpmdVerifyError
+from spmd_verify.exit_codes import INTERNAL, INTERRUPTED, PASSED, WRONG_USE
+from spmd_verify.options import Options, parse_mesh
+from spmd_verify.style_ids import STYLES
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    is_verbose = any(word == "--verbose" or word in ("-v", "-vv") for word in words)
+    try:
+        if not words:
+            parse_arguments(["--help"])
+        arguments = parse_arguments(words)
+        verbs: dict[str, Callable[[argparse.Namespace, list[str]], int]] = {
+            "run": _run,
+            "styles": _styles,
+            "schema": _schema,
+        }
+        return verbs[arguments.verb](arguments, words)
+    except SystemExit as leave:  # argparse: 0 after --help, 2 after a wrong flag
+        return WRONG_USE if not words else int(leave.code or PASSED)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except SpmdVerifyError as error:
+        return _explain_error(error, is_verbose)
+    except Exception as error:  # noqa: BLE001 - the one border where nothing may pass
+        broken = InternalError(
+            f"Internal error: {type(error).__name__}: {error}. This is a fault of spmd-verify. "
+            f"Please report it with the command line spmd-verify {' '.join(words)}",
+            slug="internal-error",
+            detail="".join(traceback.format_exception(error)).rstrip(),
+        )
+        return _explain_error(broken, is_verbose)
+
+
+def _explain_error(error: SpmdVerifyError, is_verbose: bool) -> int:
+    """Print an error on stderr and return its exit code."""
+    print(f"error: {error}", file=sys.stderr)
+    if error.detail:
+        print(error.detail, file=sys.stderr)
+    if is_verbose and error.exit_code != INTERNAL:
+        traceback.print_exception(error)
+    return error.exit_code
+
+
+def options_from(arguments: argparse.Namespace, words: Sequence[str]) -> Options:
+    """Resolve flags, environment and pyproject.toml to checked options.
+
+    Raises:
+        UsageError: where a value is wrong.
+    """
+    from spmd_verify import config  # noqa: PLC0415 - not for --help
+
+    settings: dict[str, Any] = {**config.load(Path.cwd()), **flag_settings(arguments)}
+    if "mesh" in settings:
+        settings["mesh"] = parse_mesh(settings["mesh"])
+    renamed = {"timeout": "timeout_seconds", "max-ranks": "max_ranks", "log-dir": "log_dir"}
+    return Options(
+        targets=tuple(arguments.targets),
+        match=arguments.match,
+        stop_at_first=arguments.stop_at_first,
+        exit_zero=arguments.exit_zero,
+        explain=arguments.explain,
+        list_only=arguments.list_only,
+        verbosity=-1 if arguments.quiet else arguments.verbose,
+        reports=tuple(report_argument(text) for text in arguments.report),
+        command=("spmd-verify", *words),
+        **{renamed.get(key, key): value for key, value in settings.items()},
+    ).checked()
+
+
+def _run(arguments: argparse.Namespace, words: list[str]) -> int:
+    """Judge the targets, print the report, write the others."""
+    from spmd_verify.address import expand  # noqa: PLC0415 - not for --help
+
+    options = options_from(arguments, words)
+    addresses = expand(options.targets)
+    if options.list_only:
+        return _list(addresses, options)
+    from spmd_verify.exit_codes import decide  # noqa: PLC0415
+    from spmd_verify.progress import Progress  # noqa: PLC0415
+    from spmd_verify.reporters import terminal, write_report  # noqa: PLC0415
+    from spmd_verify.run import verify  # noqa: PLC0415 - imports torch
+
+    progress = Progress(quiet=options.verbosity < 0)
+    try:
+        record = verify(options, progress)
+    finally:
+        progress.close()
+    record.exit_code = decide(record.cells, strict=options.strict, exit_zero=options.exit_zero)
+    text = terminal.render(record, verbosity=options.verbosity, explain=options.explain)
+    print(text, flush=True)
+    for report_format, path in options.reports:
+        write_report(record, report_format, path)
+    return record.exit_code
+
+
+def _list(addresses: Sequence[str], options: Options) -> int:
+    """Print the cells that would run, one a line."""
+    from spmd_verify.case import load_case  # noqa: PLC0415 - imports torch
+    from spmd_verify.style_ids import select  # noqa: PLC0415
+
+    for address in addresses:
+        case = load_case(address, dtype=options.dtype, seed=options.seed, steps=options.steps)
+        if options.explain:
+            for hook, found in case.discovered.items():
+                print(f"# {address}: {hook}: {found}")
+        for style in select(options.styles, case.user_styles):
+            cell = f"{address}/{style}"
+            if options.match is None or fnmatchcase(cell, options.match):
+                print(f"{cell} {options.mesh.text(style)} {options.dtype}")
+    return PASSED
+
+
+def _styles(arguments: argparse.Namespace, words: list[str]) -> int:
+    """Print every style with its group and axes."""
+    del arguments, words
+    width = max(len(style.name) for style in STYLES)
+    for style in STYLES:
+        axes = ",".join(style.axes)
+        later = "" if style.available else " (not yet)"
+        print(f"{style.name:<{width}}  {style.group:<6}  {axes:<15}  {style.text}{later}")
+    print("groups: engine, torch, user, all; user styles come from parallelize_NAME in the file")
+    return PASSED
+
+
+def _schema(arguments: argparse.Namespace, words: list[str]) -> int:
+    """Print the JSON Schema of a record."""
+    del arguments, words
+    from spmd_verify.record import json_schema  # noqa: PLC0415 - msgspec, not for --help
+
+    print(json.dumps(json_schema(), indent=1))
+    return PASSED
