@@ -1,0 +1,188 @@
+"""Stage two of the capture: a traced graph without mutations, with constants as inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+
+from spmd import ops
+from spmd.decompositions import TABLE
+from spmd.lifting import World
+from spmd.program import InputSpec, OutputSpec, Signature
+
+aten = torch.ops.aten
+
+
+def functional_graph(
+    traced: fx.GraphModule, fakes: list[Tensor], signature: Signature, world: World
+) -> tuple[fx.GraphModule, list[Tensor]]:
+    """Return the functional form of a traced step.
+
+    Args:
+        traced: Stage one's graph; placeholders as in `signature`.
+        fakes: Its example inputs.
+        signature: Extended in place: captured constants as inputs, written inputs as outputs.
+        world: For the kinds of the written inputs.
+
+    Returns:
+        The graph, and the real tensors behind the captured inputs, in order.
+    """
+    _strip_profiler(traced)
+    constants = _lift_constants(traced, signature)
+    mode = next(t.fake_mode for t in fakes if isinstance(t, FakeTensor))
+    inputs = [t.detach() for t in fakes]
+    inputs += [mode.from_tensor(c, static_shapes=True) for c in constants]
+    interpreter = _MetaInterpreter(traced)
+
+    def run(*args: Any) -> Any:
+        functional_args = args
+        return interpreter.run(*functional_args)
+
+    with fx_traceback.preserve_node_meta(), torch.no_grad():
+        graph = make_fx(
+            torch.func.functionalize(run, remove="mutations"),
+            decomposition_table=TABLE,
+            tracing_mode="fake",
+            _allow_non_fake_inputs=True,
+        )(*inputs)
+    _collect_writes(graph, signature)
+    _remove_aliases(graph)
+    _remove_markers(graph, signature)
+    graph.graph.eliminate_dead_code(is_impure_node=is_impure)
+    graph.graph.lint()
+    graph.recompile()
+    for node in graph.graph.nodes:
+        line = node.meta.get("custom", {}).get("line")
+        if line:
+            signature.source_lines[node.name] = line
+    return graph, constants
+
+
+class _MetaInterpreter(fx.Interpreter):
+    """Replays stage one; hands each node's region and line to the nodes it becomes."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        with fx_traceback.set_current_meta(n):
+            return super().run_node(n)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is ops.check_value:
+            mode = get_proxy_mode()
+            assert mode is not None
+            proxies = pytree.tree_map(lambda a: _proxy_of(a, mode.tracer), args)
+            mode.tracer.create_proxy("call_function", ops.check_value, proxies, {})
+            return None
+        return super().call_function(target, args, kwargs)
+
+
+def _proxy_of(value: Any, tracer: Any) -> Any:
+    from torch.fx.experimental.proxy_tensor import get_proxy_slot
+
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return get_proxy_slot(value, tracer, default=value, transform=lambda p: p.force())
+    return value
+
+
+def _strip_profiler(graph: fx.GraphModule) -> None:
+    """Remove profiler ranges, which no dead-code pass removes."""
+    for node in reversed(graph.graph.nodes):
+        if "profiler" in str(node.target) and not node.users:
+            graph.graph.erase_node(node)
+    graph.recompile()
+
+
+def _lift_constants(graph: fx.GraphModule, signature: Signature) -> list[Tensor]:
+    """Turn `get_attr` tensors into placeholders; functionalization cannot write to them.
+
+    Tensors made inside the step (`torch.tensor(3)`) are lifted too; they are read only.
+    """
+    constants: list[Tensor] = []
+    placed: dict[int, fx.Node] = {}
+    anchor = [n for n in graph.graph.nodes if n.op == "placeholder"][-1]
+    for node in list(graph.graph.nodes):
+        if node.op != "get_attr":
+            continue
+        value = _attribute(graph, str(node.target))
+        if not isinstance(value, Tensor):
+            continue
+        if id(value) not in placed:
+            with graph.graph.inserting_after(anchor):
+                anchor = graph.graph.placeholder(f"captured_{len(constants)}")
+            placed[id(value)] = anchor
+            constants.append(value)
+            signature.inputs.append(InputSpec("captured", f"constant.{len(constants) - 1}"))
+        node.replace_all_uses_with(placed[id(value)])
+        graph.graph.erase_node(node)
+    graph.recompile()
+    return constants
+
+
+def _attribute(root: Any, target: str) -> Any:
+    for part in target.split("."):
+        root = getattr(root, part)
+    return root
+
+
+def _collect_writes(graph: fx.GraphModule, signature: Signature) -> None:
+    """Replace the trailing `copy_` on placeholders by outputs that name what they write."""
+    output = next(n for n in graph.graph.nodes if n.op == "output")
+    position = {n: i for i, n in enumerate(graph.graph.find_nodes(op="placeholder"))}
+    values = list(output.args[0])
+    written: dict[tuple[str, str], fx.Node] = {}
+    for node in list(graph.graph.nodes):
+        if node.target is aten.copy_.default and node.args[0] in position:
+            spec = signature.inputs[position[node.args[0]]]
+            key = (spec.kind, spec.name)
+            if key in written:
+                values[_output_index(signature, key)] = node.args[1]
+            else:
+                signature.outputs.append(OutputSpec(spec.kind, spec.name))  # type: ignore[arg-type]
+                values.append(node.args[1])
+            written[key] = node.args[1]
+            source = node.args[1]
+            node.replace_all_uses_with(source)
+            graph.graph.erase_node(node)
+    output.args = (values,)
+
+
+def _output_index(signature: Signature, key: tuple[str, str]) -> int:
+    return next(
+        i for i in range(len(signature.outputs) - 1, -1, -1)
+        if (signature.outputs[i].kind, signature.outputs[i].name) == key
+    )
+
+
+def _remove_markers(graph: fx.GraphModule, signature: Signature) -> None:
+    """Note where each parameter's finished gradient stands; the last marker wins."""
+    for node in list(graph.graph.nodes):
+        if node.target is torch.ops.spmd.mark_gradient.default:
+            source, name = node.args
+            signature.gradients[name] = source.name
+            node.replace_all_uses_with(source)
+            graph.graph.erase_node(node)
+
+
+def _remove_aliases(graph: fx.GraphModule) -> None:
+    for node in list(graph.graph.nodes):
+        if node.target in (aten.detach.default, aten.alias.default):
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
+
+
+def is_impure(node: fx.Node) -> bool:
+    """Whether a node must stay though nobody uses its result."""
+    if node.op in ("placeholder", "output"):
+        return True
+    if node.target is ops.check_value:
+        return True
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        # A random draw moves the generator even if nobody reads it.
+        return torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable
+    return False

@@ -1,0 +1,139 @@
+"""Values the capture has to know: lazily computed, and guarded in the graph.
+
+Capture runs on fake tensors. Where the step needs a number out of a tensor - a size, a
+branch inside an optimizer - the traced prefix is run once on the real inputs, the number
+is used, and a node is put into the graph that checks it at every call.
+
+`ShapeEnv.evaluate_expr` is private torch API; overriding it is the one place where a
+guard on an unbacked symbol can be answered (checked on torch 2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from spmd import ops
+
+
+class ValuedShapeEnv(ShapeEnv):  # pyright: ignore
+    """A shape environment that asks `on_guard` for the value of unbacked expressions."""
+
+    on_guard: Callable[[sympy.Basic], Any] | None = None
+
+    def evaluate_expr(self, orig_expr: sympy.Basic, *args: Any, **kwargs: Any) -> Any:
+        """Return the value of `orig_expr`, from real data where the symbols have none."""
+        symbols = getattr(orig_expr, "free_symbols", set())
+        if self.on_guard is not None and symbols and not symbols <= self.backed_var_to_val.keys():
+            return self.on_guard(orig_expr)
+        return super().evaluate_expr(orig_expr, *args, **kwargs)
+
+
+class Shadow:
+    """Runs the traced prefix on real values, as far as asked and never twice.
+
+    Args:
+        graph: The tracer's growing graph; in-place operators are run as they stand.
+        root: Owner of its `get_attr` constants.
+        fetch: Placeholder position -> real value (a private copy).
+    """
+
+    def __init__(self, graph: fx.Graph, root: Any, fetch: Callable[[int], Any]) -> None:
+        self._graph, self._root, self._fetch = graph, root, fetch
+        self._full = _Prefix(lambda value: True)
+        self._small = _Prefix(lambda value: not isinstance(value, Tensor) or value.numel() <= 1)
+
+    def value(self, node: fx.Node) -> Any:
+        """Return the real value of `node`, which is in the graph.
+
+        The cheap attempt runs only what depends on one-element inputs (step counts,
+        hyper-parameters); the whole prefix is run when that does not reach the node.
+        """
+        for prefix in (self._small, self._full):
+            prefix.advance(self._graph, self._root, self._fetch, node)
+            if prefix.known(node):
+                return prefix.values[node]
+        raise RuntimeError(f"node {node} has no real value")
+
+
+class _Prefix:
+    def __init__(self, accepts: Callable[[Any], bool]) -> None:
+        self._accepts = accepts
+        self._next: fx.Node | None = None
+        self._placeholders = 0
+        self._poisoned: set[fx.Node] = set()
+        self._generator = torch.get_rng_state()
+        self.values: dict[fx.Node, Any] = {}
+
+    def known(self, node: fx.Node) -> bool:
+        return node in self.values and node not in self._poisoned
+
+    def advance(self, graph: fx.Graph, root: Any, fetch: Any, target: fx.Node) -> None:
+        if target in self.values or target in self._poisoned:
+            return
+        from torch._subclasses.fake_tensor import unset_fake_temporarily
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        before = torch.get_rng_state()
+        with _disable_current_modes(), unset_fake_temporarily(), torch.no_grad():
+            torch.set_rng_state(self._generator)
+            node = self._next.next if self._next is not None else next(iter(graph.nodes))
+            while node.op != "root":
+                self._run(node, root, fetch)
+                self._next = node
+                if node is target:
+                    break
+                node = node.next
+            self._generator = torch.get_rng_state()
+        torch.set_rng_state(before)
+
+    def _run(self, node: fx.Node, root: Any, fetch: Any) -> None:
+        if node.op == "placeholder":
+            value = fetch(self._placeholders)
+            self._placeholders += 1
+            if self._accepts(value):
+                self.values[node] = value
+            else:
+                self._poisoned.add(node)
+        elif node.op == "get_attr":
+            value = _attribute(root, str(node.target))
+            self.values[node] = value.clone() if isinstance(value, Tensor) else value
+        elif node.op == "call_function":
+            inputs = node.all_input_nodes
+            if any(not self.known(n) for n in inputs):
+                self._poisoned.add(node)
+                if _mutates(node.target):
+                    self._poisoned.update(inputs)
+                return
+            args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), self._lookup)
+            self.values[node] = node.target(*args, **kwargs)
+
+    def _lookup(self, value: Any) -> Any:
+        return self.values[value] if isinstance(value, fx.Node) else value
+
+
+def _mutates(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def _attribute(root: Any, target: str) -> Any:
+    for part in target.split("."):
+        root = getattr(root, part)
+    return root
+
+
+def guard_expression(expr: sympy.Basic) -> tuple[str, list[sympy.Symbol]]:
+    """Return `expr` as Python source over `v0`, `v1`, ... and the symbols in that order."""
+    symbols = sorted(expr.free_symbols, key=str)
+    text = str(expr.xreplace({s: sympy.Symbol(f"v{i}") for i, s in enumerate(symbols)}))
+    return text, symbols
+
+
+def evaluate(expression: str, values: list[Any]) -> Any:
+    """Evaluate a guard expression on the symbols' real values."""
+    return eval(expression, ops._GUARD_SCOPE, {f"v{i}": v for i, v in enumerate(values)})

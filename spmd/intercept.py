@@ -1,0 +1,141 @@
+"""Operators replaced while the step is traced: data-dependent sizes and fused optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+own = torch.ops.spmd
+
+Real = Callable[[Tensor], Tensor]
+
+
+def sized_call(func: Any, args: Any, kwargs: Any, real: Real) -> Any:
+    """Run the sized twin of a data-dependent operator, or return NotImplemented.
+
+    Args:
+        func: The operator being dispatched.
+        args: Its positional arguments, fake tensors.
+        kwargs: Its keyword arguments.
+        real: Gives the real value of a fake tensor; called only for such operators.
+    """
+    handler = _SIZED.get(func)
+    return handler(*args, real=real, **kwargs) if handler else NotImplemented
+
+
+def _nonzero(x: Tensor, *, real: Real) -> Tensor:
+    return own.nonzero(x, int(torch.count_nonzero(real(x))))
+
+
+def _masked_select(x: Tensor, mask: Tensor, *, real: Real) -> Tensor:
+    x, mask = torch.broadcast_tensors(x, mask)
+    return aten.index.Tensor(x, list(_nonzero(mask, real=real).unbind(1)))
+
+
+def _long_indices(indices: Any, real: Real) -> list[Tensor | None]:
+    """Replace boolean masks among advanced indices by the index vectors they stand for."""
+    out: list[Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            out.extend(_nonzero(index, real=real).unbind(1))
+        else:
+            out.append(index)
+    return out
+
+
+def _has_mask(indices: Any) -> bool:
+    return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
+
+
+def _index(x: Tensor, indices: Any, *, real: Real) -> Any:
+    if not _has_mask(indices):
+        return NotImplemented
+    return aten.index.Tensor(x, _long_indices(indices, real))
+
+
+def _put(op: Any) -> Callable[..., Any]:
+    def handler(
+        x: Tensor, indices: Any, values: Tensor, accumulate: bool = False, *rest: Any, real: Real
+    ) -> Any:
+        if not _has_mask(indices):
+            return NotImplemented
+        return op(x, _long_indices(indices, real), values, accumulate, *rest)
+
+    return handler
+
+
+def _unique2(
+    x: Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False, *, real: Real
+) -> Any:
+    return own.unique(x, None, False, sorted, torch.unique(real(x)).shape[0])
+
+
+def _unique_dim(
+    x: Tensor, dim: int, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False, *, real: Real
+) -> Any:
+    return own.unique(x, dim, False, sorted, torch.unique(real(x), dim=dim).shape[dim])
+
+
+def _unique_consecutive(
+    x: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None, *, real: Real
+) -> Any:
+    size = torch.unique_consecutive(real(x), dim=dim).shape[dim or 0]
+    return own.unique(x, dim, True, True, size)
+
+
+def _repeat_interleave(repeats: Tensor, *, output_size: int | None = None, real: Real) -> Tensor:
+    size = output_size if output_size is not None else int(real(repeats).sum())
+    return own.repeat_interleave(repeats, size)
+
+
+def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0, *, real: Real) -> Tensor:
+    values = real(x)
+    size = max(int(values.max()) + 1 if values.numel() else 0, minlength)
+    return own.bincount(x, weights, minlength, size)
+
+
+_SIZED: dict[Any, Callable[..., Any]] = {
+    aten.nonzero.default: _nonzero,
+    aten.masked_select.default: _masked_select,
+    aten.index.Tensor: _index,
+    aten.index_put.default: _put(aten.index_put.default),
+    aten.index_put_.default: _put(aten.index_put_.default),
+    aten._index_put_impl_.default: _put(aten._index_put_impl_.default),
+    aten._unique2.default: _unique2,
+    aten.unique_dim.default: _unique_dim,
+    aten.unique_consecutive.default: _unique_consecutive,
+    aten.repeat_interleave.Tensor: _repeat_interleave,
+    aten.bincount.default: _bincount,
+}
+
+
+def fused_optimizer(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a fused in-place optimizer as its functional form and copies, or NotImplemented.
+
+    Functionalization asserts on the in-place form. The functional form is the same kernel
+    on clones, so the numbers are the same bits.
+    """
+    functional = _FUSED.get(func)
+    if functional is None:
+        return NotImplemented
+    schema = func._schema
+    names = [a.name for a in schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    outs = functional(**given)
+    for name, new in zip(written, outs, strict=True):
+        for old_tensor, new_tensor in zip(given[name], new, strict=True):
+            old_tensor.copy_(new_tensor)
+    return None
+
+
+_FUSED = {
+    getattr(getattr(aten, f"{name}_"), overload): getattr(getattr(aten, name), overload)
+    for name in ("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad")
+    for overload in ("default", "tensor_lr")
+    if hasattr(getattr(aten, f"{name}_", None), overload)
+}

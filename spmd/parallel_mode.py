@@ -1,0 +1,9 @@
+"""How a captured step is partitioned: the modes, under the names of the retired prototype."""
+
+from __future__ import annotations
+
+from spmd.data_parallel import DataParallel, DataParallelStyle
+from spmd.dtensor_expand import DTensorExpandMode
+from spmd.mode import ParallelMode
+
+__all__ = ["DTensorExpandMode", "DataParallel", "DataParallelStyle", "ParallelMode"]

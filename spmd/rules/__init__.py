@@ -1,0 +1,16 @@
+"""Sharding rules of operators, one module per family."""
+
+from spmd.rules import (  # noqa: F401  (importing a family registers its rules)
+    attention,
+    factory,
+    indexing,
+    layers,
+    listed,
+    matmul,
+    pointwise,
+    reduction,
+    views,
+)
+from spmd.rules.base import Call, Candidate, DimRule, Rule, Whole, find_rule
+
+__all__ = ["Call", "Candidate", "DimRule", "Rule", "Whole", "find_rule"]

@@ -1,0 +1,76 @@
+"""Matrix products: batch, row and column dims are free, the contracted dim gives a partial sum."""
+
+from __future__ import annotations
+
+import torch
+
+from spmd.rules.base import Call, DimRule, Rule, aligned, rule
+
+aten = torch.ops.aten
+_EITHER = (frozenset((0,)), frozenset((1,)))
+
+
+@rule(aten.mm.default)
+def _mm(call: Call) -> Rule:
+    return DimRule([["m", "k"], ["k", "n"]], [["m", "n"]], {"k": "sum"}, _EITHER)
+
+
+@rule(aten.bmm.default)
+def _bmm(call: Call) -> Rule:
+    return DimRule([["b", "m", "k"], ["b", "k", "n"]], [["b", "m", "n"]], {"k": "sum"}, _EITHER)
+
+
+@rule(aten.mv.default)
+def _mv(call: Call) -> Rule:
+    return DimRule([["m", "k"], ["k"]], [["m"]], {"k": "sum"}, _EITHER)
+
+
+@rule(aten.dot.default, aten.vdot.default)
+def _dot(call: Call) -> Rule:
+    return DimRule([["k"], ["k"]], [[]], {"k": "sum"}, _EITHER)
+
+
+@rule(aten.ger.default, aten.outer.default)
+def _outer(call: Call) -> Rule:
+    return DimRule([["m"], ["n"]], [["m", "n"]], linear=_EITHER)
+
+
+def _added(call: Call, left: list[str], right: list[str], out: list[str]) -> Rule:
+    """beta * input + alpha * (left @ right); the contracted dim would add input per rank."""
+    bias = aligned(call.operands[0].shape, len(out), call.outputs[0].shape)  # type: ignore[union-attr]
+    labels = [None if i is None else out[i] for i in bias]
+    return DimRule([labels, left, right], [out])
+
+
+@rule(aten.addmm.default)
+def _addmm(call: Call) -> Rule:
+    return _added(call, ["m", "k"], ["k", "n"], ["m", "n"])
+
+
+@rule(aten.baddbmm.default)
+def _baddbmm(call: Call) -> Rule:
+    return _added(call, ["b", "m", "k"], ["b", "k", "n"], ["b", "m", "n"])
+
+
+@rule(aten.addmv.default)
+def _addmv(call: Call) -> Rule:
+    return _added(call, ["m", "k"], ["k"], ["m"])
+
+
+@rule(aten.addr.default)
+def _addr(call: Call) -> Rule:
+    return _added(call, ["m"], ["n"], ["m", "n"])
+
+
+@rule(aten._trilinear.default)
+def _trilinear(call: Call) -> Rule | None:
+    """Sum over dims of a product of three broadcast operands (nn.Bilinear)."""
+    ndim = call.operands[0].dim() + len(call.argument("expand1"))
+    inputs = []
+    for operand, name in zip(call.operands, ("expand1", "expand2", "expand3"), strict=True):
+        expanded = set(call.argument(name))
+        inputs.append([i for i in range(ndim) if i not in expanded])
+    summed = set(call.argument("sumdim"))
+    output = [i for i in range(ndim) if i not in summed]
+    linear = tuple(frozenset((i,)) for i in range(3))
+    return DimRule(inputs, [output], {i: "sum" for i in summed}, linear)

@@ -1,0 +1,46 @@
+"""Functions local graphs call at run time, beside operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+
+def unless_empty(
+    empty: int,
+    target: Any,
+    outputs: list[Any],
+    single: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run `target`, or make its outputs without it where this rank's part is empty.
+
+    Args:
+        empty: Whether this rank's part has no elements.
+        target: The operator.
+        outputs: Per output (local sizes, dtype, value of an empty reduction) or None.
+        single: Whether the operator returns one tensor rather than a tuple.
+        args: Its local positional arguments.
+        kwargs: Its local keyword arguments.
+    """
+    if not empty:
+        return target(*args, **kwargs)
+    device = next(a.device for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor))
+    made = [None if o is None else _filled(*o, device=device) for o in outputs]
+    return made[0] if single else tuple(made)
+
+
+def _filled(sizes: list[int], dtype: torch.dtype, fill: float, device: torch.device) -> Tensor:
+    if fill and not dtype.is_floating_point:
+        limits = torch.iinfo(dtype) if dtype != torch.bool else None
+        fill = (limits.min if fill < 0 else limits.max) if limits else fill > 0
+    return torch.full(sizes, fill, dtype=dtype, device=device)
+
+
+def first_rank_only(x: Tensor, coordinate: int) -> Tensor:
+    """Return `x` on rank 0 of an axis and zeros elsewhere: a replicated value as a sum."""
+    return x if coordinate == 0 else torch.zeros_like(x)
