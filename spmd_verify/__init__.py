@@ -18,7 +18,7 @@ _HOME = {
     "Record": "spmd_verify.record",
 }
 
-__all__ = ["Case", "Options", "Record"]  # noqa: F822 - resolved by __getattr__ below
+__all__ = ["Case", "Options", "Record"]
 
 
 def __getattr__(name: str) -> Any:

@@ -353,7 +353,7 @@ def load_case(
     parsed = parse(address)
     seed_all(seed)
     if parsed.kind == "hf":
-        from spmd_verify.hf import hf_case  # noqa: PLC0415 - transformers only where asked for
+        from spmd_verify.hf import hf_case  # transformers only where asked for
 
         fields = {key: value for key, value in given.items() if key != "optimizer"}
         hooks, digest = hf_case(parsed.source, fields)

@@ -63,7 +63,7 @@ def options_from(arguments: argparse.Namespace, words: Sequence[str]) -> Options
     Raises:
         UsageError: where a value is wrong.
     """
-    from spmd_verify import config  # noqa: PLC0415 - not for --help
+    from spmd_verify import config  # not for --help
 
     settings: dict[str, Any] = {**config.load(Path.cwd()), **flag_settings(arguments)}
     if "mesh" in settings:
@@ -85,16 +85,16 @@ def options_from(arguments: argparse.Namespace, words: Sequence[str]) -> Options
 
 def _run(arguments: argparse.Namespace, words: list[str]) -> int:
     """Judge the targets, print the report, write the others."""
-    from spmd_verify.address import expand  # noqa: PLC0415 - not for --help
+    from spmd_verify.address import expand  # not for --help
 
     options = options_from(arguments, words)
     addresses = expand(options.targets)
     if options.list_only:
         return _list(addresses, options)
-    from spmd_verify.exit_codes import decide  # noqa: PLC0415
-    from spmd_verify.progress import Progress  # noqa: PLC0415
-    from spmd_verify.reporters import terminal, write_report  # noqa: PLC0415
-    from spmd_verify.run import verify  # noqa: PLC0415 - imports torch
+    from spmd_verify.exit_codes import decide
+    from spmd_verify.progress import Progress
+    from spmd_verify.reporters import terminal, write_report
+    from spmd_verify.run import verify  # imports torch
 
     progress = Progress(quiet=options.verbosity < 0)
     try:
@@ -111,8 +111,8 @@ def _run(arguments: argparse.Namespace, words: list[str]) -> int:
 
 def _list(addresses: Sequence[str], options: Options) -> int:
     """Print the cells that would run, one a line."""
-    from spmd_verify.case import load_case  # noqa: PLC0415 - imports torch
-    from spmd_verify.style_ids import select  # noqa: PLC0415
+    from spmd_verify.case import load_case  # imports torch
+    from spmd_verify.style_ids import select
 
     for address in addresses:
         case = load_case(address, dtype=options.dtype, seed=options.seed, steps=options.steps)
@@ -141,7 +141,7 @@ def _styles(arguments: argparse.Namespace, words: list[str]) -> int:
 def _schema(arguments: argparse.Namespace, words: list[str]) -> int:
     """Print the JSON Schema of a record."""
     del arguments, words
-    from spmd_verify.record import json_schema  # noqa: PLC0415 - msgspec, not for --help
+    from spmd_verify.record import json_schema  # msgspec, not for --help
 
     print(json.dumps(json_schema(), indent=1))
     return PASSED

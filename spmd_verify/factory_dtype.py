@@ -47,7 +47,11 @@ class FactoryDtype(TorchFunctionMode):
     ) -> Any:
         """Add `dtype` to factory calls that would give the default dtype."""
         named = dict(kwargs or {})
-        if func in FACTORIES and named.get("dtype") is None and self._is_floating(func, args, named):
+        if (
+            func in FACTORIES
+            and named.get("dtype") is None
+            and self._is_floating(func, args, named)
+        ):
             named["dtype"] = self.dtype
         return func(*args, **named)
 

@@ -68,7 +68,9 @@ def hf_case(source: str, overrides: Mapping[str, str]) -> tuple[Case, str]:
 
     def get_inputs() -> dict[str, Any]:
         names = inspect.signature(_model_class(transformers, address).forward).parameters
-        return make_inputs(address.head, _model_class(transformers, address), config, address.batch, names)
+        return make_inputs(
+            address.head, _model_class(transformers, address), config, address.batch, names
+        )
 
     case = Case(
         model=get_model,

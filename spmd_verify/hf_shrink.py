@@ -58,13 +58,13 @@ def shrunk(defaults: Mapping[str, Any]) -> dict[str, Any]:
     return small
 
 
-def _override(
-    small: dict[str, Any], defaults: Mapping[str, Any], name: str, value: Any
-) -> None:
+def _override(small: dict[str, Any], defaults: Mapping[str, Any], name: str, value: Any) -> None:
     """Apply one entry of `overrides`; null leaves the default where there is a number."""
     if value is None and _is_number(defaults.get(name)):
         small.pop(name, None)
-    elif isinstance(value, dict) and isinstance(small.get(name), dict) and "model_type" not in value:
+    elif (
+        isinstance(value, dict) and isinstance(small.get(name), dict) and "model_type" not in value
+    ):
         small[name] = {**small[name], **value}
     elif name in defaults:
         small[name] = value

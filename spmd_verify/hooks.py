@@ -77,7 +77,7 @@ class Case:
         names = [entry.name for entry in fields(self) if entry.name not in ("name", "origin")]
         given = [name for name in names if not _is_missing(getattr(self, name))]
         missing = {name: getattr(other, name) for name in names if name not in given}
-        explicit = {name: f"field of Case {self.name!r}" for name in given}
+        explicit = dict.fromkeys(given, f"field of Case {self.name!r}")
         return replace(self, **missing, origin={**other.origin, **explicit})
 
 

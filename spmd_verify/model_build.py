@@ -77,9 +77,7 @@ def _missing_arguments(
     return [
         name
         for name, entry in parameters.items()
-        if entry.kind in required
-        and entry.default is inspect.Parameter.empty
-        and name not in given
+        if entry.kind in required and entry.default is inspect.Parameter.empty and name not in given
     ]
 
 

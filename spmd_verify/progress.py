@@ -40,7 +40,7 @@ class Progress:
             self._line(f"{what} ...")
             return
         if self._status is None:
-            from rich.console import Console  # noqa: PLC0415 - only on a terminal
+            from rich.console import Console  # only on a terminal
 
             self._status = Console(file=self._stream).status(what)
             self._status.start()

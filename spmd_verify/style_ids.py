@@ -35,7 +35,9 @@ STYLES: Final[tuple[StyleId, ...]] = (
     StyleId("fully_shard", "engine", "parameters and optimizer state sharded, gathered for use"),
     StyleId("default", "engine", "shards what splits evenly, replicates the rest"),
     StyleId("dtensor_expand", "engine", "placements chosen node by node from the inputs'"),
-    StyleId("spmd_hybrid", "engine", "sharded inside, replicated outside", ("replicate", "shard"), False),
+    StyleId(
+        "spmd_hybrid", "engine", "sharded inside, replicated outside", ("replicate", "shard"), False
+    ),
     StyleId("spmd_tp", "engine", "weights split by a tensor-parallel plan", ("tp",), False),
     StyleId("spmd_sp", "engine", "activations split along the sequence", ("sp",), False),
     StyleId("spmd_dp_tp", "engine", "data and tensor parallel together", ("dp", "tp"), False),

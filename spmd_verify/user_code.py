@@ -17,7 +17,13 @@ class UserCode:
     """
 
     def __init__(
-        self, doing: str, *, path: str, slug: str, remedy: str = "", kind: type[CaseError] = CaseError
+        self,
+        doing: str,
+        *,
+        path: str,
+        slug: str,
+        remedy: str = "",
+        kind: type[CaseError] = CaseError,
     ) -> None:
         """Say what is being done, in words that complete `<doing> failed`.
 

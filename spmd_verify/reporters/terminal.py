@@ -169,7 +169,9 @@ def _summary(record: Record) -> str:
     undetermined = sum(cell.counts.get("undetermined", 0) for cell in judged)
     unexercised = sum(cell.counts.get("not_exercised", 0) for cell in judged)
     if undetermined or unexercised:
-        lines.append(f"{undetermined} rows undetermined, {unexercised} not exercised (-v lists them)")
+        lines.append(
+            f"{undetermined} rows undetermined, {unexercised} not exercised (-v lists them)"
+        )
     lines += [
         f"warning: {cell.id} reports another value than it trains with; --strict fails for it"
         for cell in judged

@@ -1,0 +1,33 @@
+.DEFAULT_GOAL := help
+PYTHON ?= python
+# Tests are processes of one thread each (docs/design.md): more threads than cores are slower.
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_OFFLINE ?= 1
+WORKERS ?= 2
+
+.PHONY: help setup lint format types test test-fast all
+
+help:  ## show this text
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | sort
+
+setup:  ## install the package with everything the tests need
+	$(PYTHON) -m pip install -e '.[hf,test]'
+
+lint:  ## ruff: style and format
+	$(PYTHON) -m ruff check spmd spmd_verify tests examples
+	$(PYTHON) -m ruff format --check spmd spmd_verify tests examples
+
+format:  ## rewrite the sources in ruff's format
+	$(PYTHON) -m ruff check --fix spmd spmd_verify tests examples
+	$(PYTHON) -m ruff format spmd spmd_verify tests examples
+
+types:  ## mypy
+	$(PYTHON) -m mypy
+
+test:  ## all tests
+	$(PYTHON) -m pytest -n $(WORKERS) tests
+
+test-fast:  ## tests without the slow ones and without real ranks
+	$(PYTHON) -m pytest -n $(WORKERS) -m 'not slow and not dist' tests
+
+all: lint types test  ## what CI runs
