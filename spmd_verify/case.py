@@ -10,6 +10,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -55,6 +56,16 @@ PROBE_LEARNING_RATE: Final = 1e-2
 _REFUSED_OPTIMIZERS: Final = ("LBFGS", "SparseAdam")
 
 
+@dataclass(frozen=True)
+class CaseSettings:
+    """How a case is run, whatever the style."""
+
+    dtype: torch.dtype
+    seed: int
+    steps: int
+    overrides: Mapping[str, str]
+
+
 class LoadedCase:
     """One case, ready to run.
 
@@ -65,6 +76,7 @@ class LoadedCase:
         seed: The base seed.
         steps: Training steps per run.
         overrides: As given to `load_case`.
+        settings: The four above, as one value.
         source_hash: SHA-256 of the case file.
         path: The user's file, or the address where there is none.
     """
@@ -73,23 +85,20 @@ class LoadedCase:
         self,
         address: Address,
         hooks: Case,
-        *,
-        dtype: torch.dtype,
-        seed: int,
-        steps: int,
-        overrides: Mapping[str, str],
+        settings: CaseSettings,
         source_hash: str,
     ) -> None:
         """Keep the description; nothing of the user's is run yet."""
         self.address = address.text
         self.hooks = hooks
-        self.dtype = dtype
-        self.seed = seed
-        self.steps = steps
-        self.overrides = dict(overrides)
+        self.settings = settings
+        self.dtype = settings.dtype
+        self.seed = settings.seed
+        self.steps = settings.steps
+        self.overrides = dict(settings.overrides)
         self.source_hash = source_hash
         self.path = address.source if address.kind != "hf" else address.text
-        self._batches = BatchSource(hooks, path=self.path, seed=seed, dtype=dtype)
+        self._batches = BatchSource(hooks, path=self.path, seed=self.seed, dtype=self.dtype)
 
     # -- model -----------------------------------------------------------------------------
 
@@ -114,8 +123,9 @@ class LoadedCase:
     def forward_parameters(self) -> dict[str, inspect.Parameter]:
         """Return the parameters of the model's forward; builds the model if it must."""
         build = self.hooks.model
-        is_class = isinstance(build, type) and issubclass(build, nn.Module)
-        return forward_parameters(build if is_class else self.build_model())
+        if isinstance(build, type) and issubclass(build, nn.Module):
+            return forward_parameters(build)
+        return forward_parameters(self.build_model())
 
     # -- batches ---------------------------------------------------------------------------
 
@@ -360,15 +370,8 @@ def load_case(
     else:
         module = import_case_module(parsed)
         hooks, digest = discover(module, parsed), source_hash(parsed, module)
-    case = LoadedCase(
-        parsed,
-        hooks,
-        dtype=DTYPES[dtype],
-        seed=seed,
-        steps=steps,
-        overrides=given,
-        source_hash=digest,
-    )
+    settings = CaseSettings(DTYPES[dtype], seed, steps, given)
+    case = LoadedCase(parsed, hooks, settings, digest)
     if hooks.inputs is None:
         taken = [str(entry) for entry in case.forward_parameters.values()]
         raise refusals.no_inputs(address, taken)

@@ -106,7 +106,7 @@ def _run(arguments: argparse.Namespace, words: list[str]) -> int:
     print(text, flush=True)
     for report_format, path in options.reports:
         write_report(record, report_format, path)
-    return record.exit_code
+    return int(record.exit_code)
 
 
 def _list(addresses: Sequence[str], options: Options) -> int:

@@ -67,10 +67,9 @@ def hf_case(source: str, overrides: Mapping[str, str]) -> tuple[Case, str]:
         return model.train()
 
     def get_inputs() -> dict[str, Any]:
-        names = inspect.signature(_model_class(transformers, address).forward).parameters
-        return make_inputs(
-            address.head, _model_class(transformers, address), config, address.batch, names
-        )
+        model_class = _model_class(transformers, address)
+        names = inspect.signature(model_class.forward).parameters
+        return make_inputs(address.head, model_class, config, address.batch, names)
 
     case = Case(
         model=get_model,

@@ -90,7 +90,7 @@ def cast_module(module: nn.Module, dtype: torch.dtype) -> None:
 
 def is_lazy(tensor: Any) -> bool:
     """Say whether a parameter or buffer has no shape yet."""
-    return isinstance(tensor, nn.parameter.UninitializedTensorMixin)
+    return isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer))
 
 
 def materialise(

@@ -31,7 +31,7 @@ def render(record: Record, *, verbosity: int = 0, explain: bool = False) -> str:
     if explain:
         blocks.append(_discovered(record))
     blocks.append(_table(record))
-    blocks += [_failure(cell, record) for cell in record.cells if _needs_words(cell, record)]
+    blocks += [_failure(cell) for cell in record.cells if _needs_words(cell, record)]
     if verbosity > 0:
         blocks += [_tensors(cell, verbosity) for cell in record.cells if cell.tensors]
     blocks.append(_summary(record))
@@ -53,7 +53,7 @@ def _table(record: Record) -> str:
         [cell.case] * has_cases + [cell.dtype] * has_dtypes + _cell_line(cell)
         for cell in record.cells
     ]
-    return tabulate(lines, headers=headers, disable_numparse=True)
+    return str(tabulate(lines, headers=headers, disable_numparse=True))
 
 
 def _cell_line(cell: Cell) -> list[str]:
@@ -76,7 +76,7 @@ def _needs_words(cell: Cell, record: Record) -> bool:
     return fails(cell, strict=strict) or cell.verdict in ("error", "unsupported", "undetermined")
 
 
-def _failure(cell: Cell, record: Record) -> str:
+def _failure(cell: Cell) -> str:
     """Return the paragraph of one cell that did not simply pass."""
     lines = [f"{cell.id}, mesh {cell.mesh}, {cell.dtype}: {cell.verdict}"]
     reason = cell.skipped_reason or cell.undetermined_reason or cell.message
@@ -128,7 +128,7 @@ def first_row(cell: Cell) -> Row | None:
     place = (first.step, first.stage, first.tensor)
     rows = [row for row in cell.tensors if (row.step, row.stage, row.name) == place]
     failing = [row for row in rows if row.cause is not None]
-    return (failing or rows or [None])[0]
+    return next(iter(failing or rows), None)
 
 
 def _tensors(cell: Cell, verbosity: int) -> str:
