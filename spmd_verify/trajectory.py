@@ -17,6 +17,24 @@ from torch.optim import Optimizer
 
 StepRecord = dict[str, dict[str, Tensor]]
 
+
+@dataclass
+class Observed:
+    """One tensor of a parallel run, as far as this process holds it.
+
+    Attributes:
+        local: The local tensors held here, one per coordinate.
+        layout: One placement per mesh axis (see `layouts`), or None where none is declared.
+        coordinates: The position on the mesh of the rank that each local tensor belongs to.
+    """
+
+    local: list[Tensor]
+    layout: Any
+    coordinates: list[tuple[int, ...]]
+
+
+Observation = Mapping[str, Mapping[str, Observed]]
+
 # Prefixes that wrappers put into names. Source: ecosystem.md part 1, "Names are normalised".
 WRAPPER_PREFIXES: Final = (
     "module.",

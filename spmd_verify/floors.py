@@ -1,0 +1,204 @@
+"""From noise runs to noise floors, per tensor and per dim-0 row. Normative: verdicts.md 3, 6."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from spmd_verify.norms import as_real, deviation, is_rounding, row_sums, rows_of
+from spmd_verify.trajectory import StepRecord
+from spmd_verify.verdict import limit, noise_floor, unit_roundoff, usable_floor
+
+Key = tuple[int, str, str]  # step, stage, name
+
+# Tensors of at most this many elements also get the median relative floor of their stage:
+# the largest of half a dozen draws of one number is no bound for the next (verdicts.md part 3:
+# 1.8 % false alarms on 1-element biases with a plain maximum).
+FEW_ELEMENTS: Final = 16
+# An element whose update only rounding decides moves at least this share of the root mean
+# square update of the model; smaller ones (SGD) carry their noise on proportionally. Chosen
+# between Adam (about 1) and SGD (1e-6) on the models of tests/test_judge_acceptance.py.
+AMPLIFIED_SHARE: Final = 1e-2
+# A value that is zero within its noise is decided when the noise is this small beside the
+# root mean square of its siblings (gradients of the model; one key of optimizer state).
+NEGLIGIBLE_SHARE: Final = 1e-4
+
+
+@dataclass
+class Floor:
+    """The noise of one tensor at one stage of one step.
+
+    Attributes:
+        noise: Floor of the Frobenius norm over the rows that are decided.
+        noise_rows: Floor of every dim-0 row, float64 [rows].
+        scale: `||S||`.
+        scale_rows: Norm of S by row, float64 [rows].
+        undetermined_rows: Rows that hold an element which only rounding decides, bool [rows];
+            they are judged by their own floor alone. None where there are none.
+        undetermined_elements: How many such elements.
+        reason: Why the floor decides nothing, if it does not.
+    """
+
+    noise: float
+    noise_rows: Tensor
+    scale: float
+    scale_rows: Tensor
+    undetermined_rows: Tensor | None = None
+    undetermined_elements: int = 0
+    reason: str | None = None
+
+
+@dataclass
+class Ensemble:
+    """Largest squared errors seen so far against one float64 trajectory.
+
+    Attributes:
+        exact: The float64 reference, or the reference in the case's dtype where that is absent.
+        expected: The reference in the case's dtype.
+        rows: Largest squared error by row, float64 [rows].
+        total: Largest squared error of the tensor.
+        elements: Largest absolute error by element, for stages of which it is kept.
+    """
+
+    exact: Sequence[StepRecord]
+    expected: Sequence[StepRecord]
+    rows: dict[Key, Tensor] = field(default_factory=dict)
+    total: dict[Key, float] = field(default_factory=dict)
+    elements: dict[Key, Tensor] = field(default_factory=dict)
+
+    def add(
+        self,
+        steps: Sequence[StepRecord],
+        *,
+        stages: Iterable[str],
+        by_element: Iterable[str] = (),
+        left_out: frozenset[str] = frozenset(),
+    ) -> None:
+        """Take one run into the maxima.
+
+        Args:
+            steps: The run; a stage it lacks is skipped.
+            stages: Stages in which this run counts.
+            by_element: Stages of which element maxima are kept.
+            left_out: Names that do not count for this run.
+        """
+        kept = frozenset(by_element)
+        for index, record in enumerate(steps):
+            for stage in stages:
+                for name, value in record.get(stage, {}).items():
+                    centre = self.exact[index].get(stage, {}).get(name)
+                    if centre is None or name in left_out or value.shape != centre.shape:
+                        continue
+                    if is_rounding(value):
+                        key = (index, stage, name)
+                        self._add_one(key, value, centre, stage in kept)
+
+    def _add_one(self, key: Key, value: Tensor, centre: Tensor, by_element: bool) -> None:
+        """Take one tensor into the maxima."""
+        index, stage, name = key
+        difference = deviation(value, centre, self.expected[index].get(stage, {}).get(name))
+        difference = difference.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        squares = row_sums(difference.square().reshape(value.shape + difference.shape[value.ndim:]))
+        total = float(squares.sum())
+        if key in self.rows:
+            torch.maximum(self.rows[key], squares, out=self.rows[key])
+            self.total[key] = max(self.total[key], total)
+        else:
+            self.rows[key], self.total[key] = squares, total
+        if by_element and not value.is_complex():
+            size = difference.abs_()
+            known = self.elements.get(key)
+            self.elements[key] = size if known is None else torch.maximum(known, size)
+
+
+def norm_rows(value: Tensor) -> Tensor:
+    """Return the norm of each dim-0 row, float64 [rows]."""
+    real = as_real(value).to(torch.float64)
+    flat = rows_of(real) if value.ndim else real.reshape(1, -1)
+    return flat.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).square().sum(dim=1).sqrt()
+
+
+def base_floor(
+    ensemble: Ensemble, key: Key, dtype: str, scale: Tensor, relative: float
+) -> Floor:
+    """Return the floor of one tensor from the runs and S alone.
+
+    A row's floor is the largest of its own errors, `2 u ||S_row||`, and the tensor's
+    relative noise applied to that row's S: the rows of one tensor come from one computation.
+
+    Args:
+        ensemble: The runs.
+        key: Which tensor.
+        dtype: The case's dtype, or the tensor's where that is coarser.
+        scale: S, the shape of the tensor.
+        relative: Median relative floor of the stage, used for tensors of few elements.
+    """
+    u = unit_roundoff(dtype)
+    scale_rows = norm_rows(scale)
+    whole = float(scale_rows.square().sum().sqrt())
+    noise = noise_floor([math.sqrt(ensemble.total.get(key, 0.0))], u, whole)
+    if scale.numel() <= FEW_ELEMENTS:
+        noise = max(noise, relative * whole)
+    own = ensemble.rows.get(key)
+    rows = scale_rows * (2.0 * u)
+    if own is not None:
+        rows = torch.maximum(rows, own.sqrt())
+    if whole > 0.0:
+        rows = torch.maximum(rows, scale_rows * (noise / whole))
+    if noise > 0.1 * whole and len(rows):
+        # S is itself noise here, so it cannot say which rows are noisy.
+        rows = rows.clamp(min=2.0 * noise / math.sqrt(len(rows)))
+    return Floor(noise, rows, whole, scale_rows)
+
+
+def median_relative(ensemble: Ensemble, scales: Mapping[Key, Tensor]) -> float:
+    """Return the median of error / ||S|| over the tensors of one stage and step."""
+    found = [
+        math.sqrt(ensemble.total[key]) / norm
+        for key, scale in scales.items()
+        if key in ensemble.total and (norm := float(scale.to(torch.float64).norm())) > 0
+    ]
+    return float(torch.tensor(found).median()) if found else 0.0
+
+
+def judge_usable(
+    floor: Floor, dtype: str, siblings_rms: float, numel: int, value_norm: float, place: str
+) -> None:
+    """Set `floor.reason` where the floor is too high to decide anything, in place.
+
+    A value that is zero within its noise, with noise that is negligible beside its
+    siblings, is decided: both sides agree that it is zero.
+
+    Args:
+        floor: The floor.
+        dtype: Of the case.
+        siblings_rms: Root mean square of the values this one is used together with.
+        numel: Elements of the tensor.
+        value_norm: `||x64||`.
+        place: What the reason names, such as a float32 island; may be empty.
+    """
+    if floor.noise <= usable_floor(dtype) * floor.scale or floor.noise == 0.0:
+        return
+    is_zero = value_norm <= limit(dtype, "tensor") * floor.noise
+    if is_zero and floor.noise <= NEGLIGIBLE_SHARE * siblings_rms * math.sqrt(numel):
+        return
+    share = floor.noise / floor.scale if floor.scale else math.inf
+    because = f" ({place})" if place else ""
+    floor.reason = (
+        f"the noise floor is {share:.1e} of the value{because}; "
+        f"a float64 run or a larger gradient would decide"
+    )
+
+
+def rms(values: Iterable[Tensor]) -> float:
+    """Return the root mean square over all elements of several tensors."""
+    total, count = 0.0, 0
+    for value in values:
+        total += float(value.to(torch.float64).square().sum())
+        count += value.numel()
+    return math.sqrt(total / count) if count else 0.0

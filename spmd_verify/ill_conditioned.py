@@ -1,0 +1,147 @@
+"""Elements whose update only rounding decides, and how noise in gradients reaches updates.
+
+A gradient that is mathematically zero (attention key bias, a bias in front of BatchNorm) is
+noise on both sides, and Adam turns it into +-lr. Normative: verdicts.md part 6. All tensors
+are global; one instance follows one free run, step by step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from spmd_verify.floors import AMPLIFIED_SHARE, Ensemble, Floor, rms
+from spmd_verify.norms import row_sums
+from spmd_verify.trajectory import StepRecord
+
+# The gradient interval is [g - delta, g + delta], delta this multiple of the largest error
+# that the runs show in that element: the limit c of float32 (verdict.LIMITS).
+INTERVAL: Final = 4.0
+# State of such elements may hold squares of gradients, so its interval is the square.
+STATE_INTERVAL: Final = INTERVAL * INTERVAL
+
+
+@dataclass
+class UpdateNoise:
+    """Follows elements through the steps of a free run.
+
+    Attributes:
+        flips: Per step, the elements whose update that step only rounding decides, bool, by
+            parameter; parameters without any are absent.
+        undetermined: By parameter, elements that were decided so in any step until now.
+    """
+
+    ensemble: Ensemble
+    initial: Mapping[str, Tensor]
+    flips: list[dict[str, Tensor]] = field(default_factory=list)
+    undetermined: dict[str, Tensor] = field(default_factory=dict)
+    _largest_noise: dict[str, Tensor] = field(default_factory=dict)
+    _largest_gradient: dict[str, Tensor] = field(default_factory=dict)
+    _predicted: dict[str, Tensor] = field(default_factory=dict)
+    _roundoff: float = 0.0
+
+    def advance(self, step: int, scales: Mapping[str, Tensor], roundoff: float) -> None:
+        """Take in one step.
+
+        Args:
+            step: The next step, from 0.
+            scales: S of the gradients, by parameter.
+            roundoff: u of the case's dtype.
+        """
+        self._roundoff = roundoff
+        record = self.ensemble.exact[step]
+        before = self.initial if step == 0 else self.ensemble.exact[step - 1]["parameters"]
+        updates = {
+            name: (value - before[name]).to(torch.float64)
+            for name, value in record["parameters"].items()
+            if name in record["gradients"] and name in before and not value.is_complex()
+        }
+        typical = rms(updates.values())
+        self.flips.append({})
+        for name, update in updates.items():
+            gradient = record["gradients"][name].to(torch.float64)
+            noise = self.ensemble.elements.get((step, "gradients", name))
+            if noise is None:
+                continue
+            scale = scales.get(name)
+            if scale is not None:
+                noise = torch.maximum(noise, 2.0 * roundoff * scale)
+            self._advance_one(step, name, update, gradient, noise, typical)
+
+    def _advance_one(
+        self, step: int, name: str, update: Tensor, gradient: Tensor, noise: Tensor, typical: float
+    ) -> None:
+        """Take in one parameter at one step."""
+        known = self._largest_noise.get(name)
+        largest = self._largest_noise[name] = noise if known is None else torch.maximum(known, noise)
+        known = self._largest_gradient.get(name)
+        size = gradient.abs()
+        peak = self._largest_gradient[name] = size if known is None else torch.maximum(known, size)
+        share = torch.where(peak > 0, largest / peak.clamp(min=1e-300), 0.0).clamp(max=1.0)
+        predicted = self._predicted.get(name, torch.zeros_like(update)) + update.abs() * share
+        spans = (size <= INTERVAL * noise) & (noise > 0)
+        if bool(spans.any()):
+            spread = self.ensemble.elements.get((step, "parameters", name))
+            moved = update.abs() if spread is None else torch.maximum(update.abs(), spread)
+            reach = float(moved[spans].max())
+            if reach > AMPLIFIED_SHARE * typical:
+                self.flips[step][name] = spans
+                earlier = self.undetermined.get(name)
+                self.undetermined[name] = spans if earlier is None else earlier | spans
+                predicted = torch.where(spans, predicted + 2.0 * reach, predicted)
+        self._predicted[name] = predicted
+
+    def widen_parameter(self, name: str, floor: Floor) -> None:
+        """Raise a parameter's floor to what its gradients' noise makes of it, in place."""
+        predicted = self._predicted.get(name)
+        if predicted is None:
+            return
+        self._widen(name, floor, predicted)
+
+    def widen_state(self, step: int, name: str, parameter: str, floor: Floor) -> None:
+        """Raise the floor of a state tensor shaped like its parameter, in place."""
+        value = self.ensemble.exact[step]["optimizer_state"][name]
+        largest = self._largest_noise.get(parameter)
+        if largest is None or value.shape != largest.shape or value.is_complex():
+            return
+        peak = self._largest_gradient[parameter].clamp(min=1e-300)
+        # 2: state may be the square of a gradient, whose relative noise is twice as large.
+        predicted = value.to(torch.float64).abs() * (2.0 * largest / peak).clamp(max=1.0)
+        spans = self.undetermined.get(parameter)
+        spread = self.ensemble.elements.get((step, "optimizer_state", name))
+        if spans is not None and spread is not None:
+            predicted = torch.where(spans, STATE_INTERVAL * spread, predicted)
+        self._widen(parameter, floor, predicted, is_state=True)
+
+    def _widen(self, name: str, floor: Floor, predicted: Tensor, is_state: bool = False) -> None:
+        """Raise a floor to predicted elementwise noise; mark rows of undetermined elements."""
+        squares = row_sums(predicted.square())
+        floor.noise_rows = torch.maximum(floor.noise_rows, squares.sqrt())
+        spans = self.undetermined.get(name)
+        if spans is None:
+            floor.noise = max(floor.noise, float(squares.sum().sqrt()))
+            return
+        marked = row_sums(spans.to(torch.float64)) > 0
+        if is_state:
+            floor.noise = max(floor.noise, float(squares.sum().sqrt()))
+            return
+        floor.undetermined_rows = marked
+        floor.undetermined_elements = int(spans.sum())
+        # The tensor's floor is over the other rows: one element that moves by the learning
+        # rate must not hide what happens in the rest.
+        own = self.ensemble.rows.get((len(self.flips) - 1, "parameters", name))
+        clean = ~marked
+        floor.noise = max(
+            float(own[clean].sum().sqrt()) if own is not None else 0.0,
+            float(squares[clean].sum().sqrt()),
+            2.0 * self._roundoff * float(floor.scale_rows[clean].square().sum().sqrt()),
+        )
+
+
+def any_flips(flips: Sequence[Mapping[str, Tensor]]) -> bool:
+    """Say whether any element's update is decided by rounding alone."""
+    return any(bool(step) for step in flips)

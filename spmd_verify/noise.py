@@ -1,0 +1,339 @@
+"""Measure the noise of a case: legality-checked runs and the floors that follow from them.
+
+Normative: verdicts.md part 3. A reordering counts only where the same reordering in float64
+leaves the result alone; what does not is dropped and named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from spmd_verify.case import LoadedCase
+from spmd_verify.floors import (
+    Ensemble,
+    Floor,
+    Key,
+    base_floor,
+    judge_usable,
+    median_relative,
+    rms,
+)
+from spmd_verify.ill_conditioned import UpdateNoise, any_flips
+from spmd_verify.members import (
+    Flipped,
+    Permuted,
+    Plain,
+    Rounded,
+    Split,
+    contribution,
+    part_sizes,
+)
+from spmd_verify.norms import as_real, deviation, is_rounding
+from spmd_verify.single import Reference, SingleDevice
+from spmd_verify.trajectory import StepRecord, Trajectory
+from spmd_verify.user_code import one_line
+from spmd_verify.verdict import ANCHORED_STAGES, STAGES, unit_roundoff
+
+# At least so many noise runs, at least so many of them with random rounding: only those say
+# anything about module outputs, whose rows a reordering moves. Source: verdicts.md part 3 (4).
+FEWEST_RUNS: Final = 4
+FEWEST_ROUNDED: Final = 2
+# What a legal reordering may change in float64, relative to S; behind a float32 island the
+# second. Source: verdicts.md part 3.
+LEGAL: Final = 1e-9
+LEGAL_BEHIND_ISLAND: Final = 1e-5
+# Stages whose rows keep their place when the batch is reordered.
+REORDERED_STAGES: Final = (
+    "loss",
+    "gradients",
+    "clipping",
+    "optimizer_state",
+    "parameters",
+    "buffers",
+    "eval_outputs",
+)
+BY_ELEMENT: Final = ("gradients", "optimizer_state", "parameters")
+# Copied, not computed: compared bit by bit.
+COPIED_STAGES: Final = frozenset({"inputs", "initial_state"})
+
+Scales = list[dict[str, dict[str, Tensor]]]
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What the noise runs found.
+
+    Attributes:
+        floors: By run (`free`, `anchored`) and (step, stage, name).
+        runs: Names of the runs that counted.
+        dropped: Runs that did not count, each with its reason.
+        islands: Places that compute in a coarser dtype than the case's.
+        undetermined: Parameter elements whose update only rounding decides.
+    """
+
+    floors: Mapping[str, Mapping[Key, Floor]]
+    runs: tuple[str, ...]
+    dropped: tuple[str, ...]
+    islands: tuple[str, ...]
+    undetermined: int
+
+
+@dataclass
+class SplitProbe(Plain):
+    """Runs a split in float64, finds the weights of its parts and S."""
+
+    split: Split
+    reference: Trajectory
+    scales: Scales = field(default_factory=list)
+
+    def step(self, case: LoadedCase, index: int) -> Callable[..., StepRecord]:
+        """Return a step that fits the parts to the float64 reference."""
+
+        def step(model: nn.Module, optimizer: Any, batch: Any) -> StepRecord:
+            losses, gradients = self.split.run_parts(case, model, optimizer, batch)
+            sizes = part_sizes(case.batch_size_of(batch), self.split.parts)
+            expected = self.reference.steps[index]
+            weights = self.split.fit(sizes, gradients, expected)
+            if weights is None:
+                raise NotSeparable("no weights of the parts give the whole batch's gradients")
+            self.split.weights[index] = weights
+            names = [name for name in expected["gradients"] if all(name in g for g in gradients)]
+            scale = {n: contribution(weights, [g[n] for g in gradients]) for n in names}
+            self.scales.append(
+                {"gradients": scale, "loss": {"loss": contribution(weights, losses)}}
+            )
+            combined = {
+                n: sum(w * g[n] for w, g in zip(weights, gradients, strict=True)) for n in names
+            }
+            loss = sum(w * value for w, value in zip(weights, losses, strict=True))
+            return {"loss": {"loss": loss}, "gradients": combined}
+
+        return step
+
+
+class NotSeparable(Exception):
+    """The parts of a batch do not add up to the whole."""
+
+
+def measure(device: SingleDevice, reference: Reference) -> Noise:
+    """Run the noise runs of a case and return its floors."""
+    case, u = device.case, unit_roundoff(str(device.case.dtype).removeprefix("torch."))
+    free = Ensemble((reference.exact or reference.run).steps, reference.run.steps)
+    anchored = Ensemble((reference.anchored or reference.run).steps, reference.run.steps)
+    for ensemble in (free, anchored):
+        ensemble.add(reference.run.steps, stages=STAGES, by_element=BY_ELEMENT)
+    islands: dict[str, None] = dict.fromkeys(reference.islands)
+    rounded = [_rounded(case, i, islands) for i in range(FEWEST_ROUNDED)]
+    for member in rounded:
+        _run_member(device, reference, member, free, anchored)
+    legal, dropped, scales = _reorderings(device, reference, bool(islands))
+    for member, buffers in legal:
+        _run_member(device, reference, member, free, anchored, reordered=True, left_out=buffers)
+    while len(legal) + len(rounded) < FEWEST_RUNS:
+        rounded.append(_rounded(case, len(rounded), islands))
+        _run_member(device, reference, rounded[-1], free, anchored)
+    place = f"float32 island: {next(iter(islands))}" if islands else ""
+    updates = _updates(free, reference, scales, u)
+    runs = [member.name for member, _ in legal] + [member.name for member in rounded]
+    if any_flips(updates.flips):
+        flipped = Flipped("flipped updates", updates.flips)
+        free.add(device.run(member=flipped).steps, stages=STAGES, by_element=BY_ELEMENT)
+        updates = _updates(free, reference, scales, u)
+        runs.append(flipped.name)
+    floors = {
+        "free": _floors(free, scales, place, reference, u),
+        "anchored": _floors(anchored, scales, place),
+    }
+    count = sum(int(mask.sum()) for mask in updates.undetermined.values())
+    return Noise(floors, tuple(runs), tuple(dropped), tuple(islands), count)
+
+
+def _rounded(case: LoadedCase, index: int, islands: dict[str, None]) -> Rounded:
+    """Return the random-rounding run of an index."""
+    return Rounded(f"random rounding {index}", index + 1, case.dtype, islands)
+
+
+def _run_member(
+    device: SingleDevice,
+    reference: Reference,
+    member: Plain,
+    free: Ensemble,
+    anchored: Ensemble,
+    *,
+    reordered: bool = False,
+    left_out: frozenset[str] = frozenset(),
+) -> None:
+    """Run one member free and anchored and take it into both ensembles."""
+    stages = REORDERED_STAGES if reordered else STAGES
+    if left_out:
+        # What these buffers feed in evaluation is not comparable either.
+        stages = tuple(stage for stage in stages if stage != "eval_outputs")
+    run = device.run(member=member, with_module_outputs=not reordered)
+    free.add(run.steps, stages=stages, by_element=BY_ELEMENT, left_out=left_out)
+    if device.case.steps > 1:
+        run = device.run(
+            member=member, anchors=reference.run, with_module_outputs=not reordered
+        )
+        wanted = [stage for stage in stages if stage in ANCHORED_STAGES]
+        anchored.add(run.steps, stages=wanted, left_out=left_out)
+
+
+def _reorderings(
+    device: SingleDevice, reference: Reference, has_islands: bool
+) -> tuple[list[tuple[Plain, frozenset[str]]], list[str], Scales]:
+    """Return the legal reorderings with the buffers they change, the dropped ones, and S.
+
+    S comes from the finest legal split; where none is legal it is empty.
+    """
+    case = device.case
+    size = case.batch_size
+    if reference.anchored is None or size < 2 or all(dim is None for dim in case.batch_dims):
+        return [], [], []
+    proposed: list[Plain] = [Permuted("batch permutation", case, 11)]
+    if case.hooks.step is None:
+        proposed += [
+            Split(f"split in {parts} parts", parts, is_reversed)
+            for parts, is_reversed in ((2, False), (min(4, size), True))
+        ]
+    tolerance = LEGAL_BEHIND_ISLAND if has_islands else LEGAL
+    legal, dropped, scales = [], [], []
+    for member in proposed:
+        probe = SplitProbe(member.name, member, reference.anchored) if isinstance(member, Split) else member
+        try:
+            run = device.run(
+                in_float64=True, member=probe, anchors=reference.run, with_module_outputs=False
+            )
+        except Exception as error:  # noqa: BLE001 - user code on a batch its author never tried
+            dropped.append(f"{member.name}: {error if isinstance(error, NotSeparable) else one_line(error)}")
+            continue
+        probed = probe.scales if isinstance(probe, SplitProbe) else []
+        why, buffers = _illegal(run, reference.anchored, probed, tolerance)
+        if why:
+            dropped.append(f"{member.name} changes the result: {why}")
+            continue
+        legal.append((member, buffers))
+        scales = probed or scales
+    return legal, dropped, scales
+
+
+def _illegal(
+    run: Trajectory, reference: Trajectory, scales: Scales, tolerance: float
+) -> tuple[str | None, frozenset[str]]:
+    """Compare a float64 reordering with the float64 reference.
+
+    Returns:
+        What differs in loss or gradients, or None; and the buffers that differ, which alone
+        do not make a run illegal.
+    """
+    buffers: set[str] = set()
+    for step, (record, expected) in enumerate(zip(run.steps, reference.steps, strict=True)):
+        typical = rms(expected["gradients"].values())
+        for stage in ("loss", "gradients", "buffers"):
+            for name, centre in expected[stage].items():
+                value = record.get(stage, {}).get(name)
+                if value is None or value.shape != centre.shape:
+                    return f"{stage} {name} is absent in step {step}", frozenset()
+                scale = centre if not scales else scales[step].get(stage, {}).get(name, centre)
+                # Gradients that cancel to zero have no scale of their own.
+                small = 1e-3 * typical * centre.numel() ** 0.5 if stage == "gradients" else 0.0
+                allowed = tolerance * max(float(as_real(scale).to(torch.float64).norm()), small)
+                error = float(deviation(value, centre).norm())
+                if error <= allowed:
+                    continue
+                if stage == "buffers":
+                    buffers.add(name)
+                else:
+                    return f"{stage} {name} differs by {error:.1e} in step {step}", frozenset()
+    return None, frozenset(buffers)
+
+
+def _updates(free: Ensemble, reference: Reference, scales: Scales, u: float) -> UpdateNoise:
+    """Follow the noise of gradients into parameters over all steps."""
+    updates = UpdateNoise(free, (reference.exact or reference.run).steps[0]["initial_state"])
+    for step in range(len(free.exact)):
+        updates.advance(step, scales[step]["gradients"] if scales else {}, u)
+    return updates
+
+
+def _floors(
+    ensemble: Ensemble,
+    scales: Scales,
+    place: str,
+    reference: Reference | None = None,
+    u: float = 0.0,
+) -> dict[Key, Floor]:
+    """Return the floors of every rounding tensor; with `reference`, of a free run."""
+    updates = None
+    if reference is not None:
+        updates = UpdateNoise(ensemble, (reference.exact or reference.run).steps[0]["initial_state"])
+    found: dict[Key, Floor] = {}
+    for step, record in enumerate(ensemble.exact):
+        parts = scales[step] if scales else {}
+        if updates is not None:
+            updates.advance(step, parts.get("gradients", {}), u)
+        for stage in STAGES:
+            if stage not in COPIED_STAGES:
+                found.update(_stage_floors(ensemble, step, stage, record, parts, place, updates))
+    return found
+
+
+def _stage_floors(
+    ensemble: Ensemble,
+    step: int,
+    stage: str,
+    record: StepRecord,
+    parts: Mapping[str, Mapping[str, Tensor]],
+    place: str,
+    updates: UpdateNoise | None,
+) -> dict[Key, Floor]:
+    """Return the floors of one stage of one step."""
+    expected = ensemble.expected[step].get(stage, {})
+    values = {
+        name: value
+        for name, value in record.get(stage, {}).items()
+        if name in expected and is_rounding(expected[name])
+    }
+    scales = {
+        (step, stage, name): parts.get(stage, {}).get(name, value).abs()
+        for name, value in values.items()
+    }
+    relative = median_relative(ensemble, scales)
+    siblings = _siblings_rms(stage, values)
+    found: dict[Key, Floor] = {}
+    for key, scale in scales.items():
+        name = key[2]
+        dtype = str(expected[name].dtype).removeprefix("torch.")
+        floor = found[key] = base_floor(ensemble, key, dtype, scale, relative)
+        if updates is not None and stage == "parameters":
+            updates.widen_parameter(name, floor)
+        elif updates is not None and stage == "optimizer_state":
+            updates.widen_state(step, name, name.rsplit(".", 1)[0], floor)
+        value_norm = float(as_real(values[name]).to(torch.float64).norm())
+        sibling = siblings.get(_family(stage, name), 0.0)
+        judge_usable(floor, dtype, sibling, values[name].numel(), value_norm, place)
+    return found
+
+
+def _siblings_rms(stage: str, values: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the root mean square of each family of values used together."""
+    families: dict[str, list[Tensor]] = {}
+    if stage in ("gradients", "optimizer_state"):
+        for name, value in values.items():
+            families.setdefault(_family(stage, name), []).append(as_real(value))
+    return {family: rms(members) for family, members in families.items()}
+
+
+def _family(stage: str, name: str) -> str:
+    """Return what a value is a sibling of: all gradients, or one key of optimizer state."""
+    return name.rsplit(".", 1)[-1] if stage == "optimizer_state" else stage
+
+
+def exact_steps(reference: Reference, run: str) -> Sequence[StepRecord] | None:
+    """Return the float64 steps of a run, None where they are absent."""
+    chosen = reference.exact if run == "free" else reference.anchored
+    return chosen.steps if chosen is not None else None

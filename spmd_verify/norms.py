@@ -1,0 +1,60 @@
+"""Deviations from the float64 reference and their sums per dim-0 row.
+
+The noise floors and the comparison of candidates use these same functions, so that both
+sides of every ratio are the same norm.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def as_real(value: Tensor) -> Tensor:
+    """Return a complex tensor as [..., 2] real; others unchanged."""
+    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+
+
+def is_rounding(value: Tensor) -> bool:
+    """Say whether a tensor's dtype rounds; integers and booleans are compared exactly."""
+    return value.is_floating_point() or value.is_complex()
+
+
+def rows_of(value: Tensor) -> Tensor:
+    """Return a tensor as [rows, elements per row]; a 0-dim tensor has one row."""
+    if value.ndim == 0:
+        return value.reshape(1, 1)
+    return value.reshape(value.shape[0], -1)
+
+
+def row_sums(value: Tensor) -> Tensor:
+    """Return the sum of each dim-0 row, float64 [rows]."""
+    return rows_of(value).sum(dim=1, dtype=torch.float64)
+
+
+def num_rows(shape: tuple[int, ...] | list[int]) -> int:
+    """Return how many dim-0 rows a tensor of `shape` has."""
+    return int(shape[0]) if shape else 1
+
+
+def deviation(value: Tensor, exact: Tensor, expected: Tensor | None = None) -> Tensor:
+    """Return `value - exact` in float64, same shape ([..., 2] for complex).
+
+    Where both are the same infinity or both NaN, and where `value` has the very bits of
+    `expected`, the deviation of a non-finite result is 0; any other non-finite result stays
+    as it is.
+
+    Args:
+        value: Candidate or noise run.
+        exact: Float64 reference of the same shape.
+        expected: The reference in the case's dtype, for overflow that both share.
+    """
+    left, right = as_real(value).to(torch.float64), as_real(exact).to(torch.float64)
+    difference = left - right
+    if bool(difference.isfinite().all()):
+        return difference
+    alike = (left == right) | (left.isnan() & right.isnan())
+    if expected is not None:
+        twin = as_real(expected).to(torch.float64)
+        alike |= (left == twin) | (left.isnan() & twin.isnan())
+    return difference.masked_fill(alike & ~difference.isfinite(), 0.0)

@@ -1,0 +1,120 @@
+"""Random rounding: what else the same program could have computed in the same precision.
+
+Results of operators that round are moved to a neighbouring value at random, up and down
+alike, in the dtype they have. Float32 islands in a float64 case are thus perturbed as float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from spmd_verify.float64_mode import note_island
+
+# Operators whose floating results are rounded. Everything that moves, selects, masks or
+# compares values is exact and left alone. Names without the trailing `_` of in-place forms.
+ROUNDING_OPERATORS: Final = frozenset(
+    "mm addmm bmm baddbmm addbmm addmv mv dot convolution convolution_backward "
+    "mkldnn_convolution _slow_conv2d_forward add sub rsub mul div pow exp expm1 log log1p log2 "
+    "sqrt rsqrt reciprocal tanh sigmoid silu gelu softplus mish elu celu hardswish erf erfc sin "
+    "cos sinh cosh atan atan2 logsumexp _softmax _log_softmax _softmax_backward_data "
+    "_log_softmax_backward_data tanh_backward sigmoid_backward gelu_backward silu_backward "
+    "softplus_backward mish_backward elu_backward hardswish_backward native_layer_norm "
+    "native_layer_norm_backward native_group_norm native_group_norm_backward native_batch_norm "
+    "native_batch_norm_backward _native_batch_norm_legit _fused_rms_norm "
+    "_fused_rms_norm_backward sum mean var std var_mean prod cumsum cumprod norm linalg_vector_norm "
+    "_scaled_dot_product_flash_attention_for_cpu "
+    "_scaled_dot_product_flash_attention_for_cpu_backward nll_loss_forward mse_loss "
+    "mse_loss_backward binary_cross_entropy binary_cross_entropy_with_logits smooth_l1_loss "
+    "huber_loss embedding_dense_backward index_add scatter_add index_put _index_put_impl "
+    "_unsafe_index_put addcmul addcdiv lerp _thnn_fused_lstm_cell _thnn_fused_gru_cell "
+    "grid_sampler_2d upsample_bilinear2d upsample_bicubic2d avg_pool2d _adaptive_avg_pool2d "
+    "_fft_r2c _fft_c2r _fft_c2c cdist _foreach_add _foreach_sub _foreach_mul _foreach_div "
+    "_foreach_addcmul _foreach_addcdiv _foreach_lerp _foreach_sqrt _foreach_pow _foreach_norm "
+    "_fused_adamw _fused_adam _fused_sgd".split()
+)
+# Share of elements moved. One in six by one ulp gives a variance of ulp^2 / 6, that of
+# stochastic rounding, which rounds each result up or down in proportion to its distance.
+MOVED_SHARE: Final = 1.0 / 6.0
+# Signs are drawn once and read from a random offset; drawing them per operator took two
+# thirds of the time of a perturbed step (measured on a 3-layer transformer, 2 cores).
+_POOL_SIZE: Final = 1 << 16
+
+
+class RandomRounding(TorchDispatchMode):
+    """Perturb the results of rounding operators; has a random stream of its own.
+
+    Attributes:
+        islands: Places that computed in a coarser dtype than the case's.
+    """
+
+    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+        """Seed the perturbation.
+
+        Args:
+            seed: Different seeds give different perturbations.
+            dtype: The case's dtype, to tell islands.
+        """
+        super().__init__()
+        self.islands: dict[str, None] = {}
+        self._dtype = dtype
+        self._generator = torch.Generator().manual_seed(seed)
+        draws = torch.rand(_POOL_SIZE, generator=self._generator)
+        half = MOVED_SHARE / 2
+        self._pool = (draws < half).to(torch.float32) - (draws > 1 - half).to(torch.float32)
+        self._offset = 0
+        self._pools: dict[torch.dtype, Tensor] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run one operator and perturb its floating results in place."""
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if self._dtype == torch.float64:
+            note_island(self.islands, func, result, self._dtype)
+        if name.rstrip("_") in ROUNDING_OPERATORS:
+            written = args[0] if result is None or name.endswith("_") else result
+            if isinstance(written, Tensor):
+                self._perturb(written)
+            elif isinstance(written, (tuple, list)):
+                for entry in written:
+                    if isinstance(entry, Tensor):
+                        self._perturb(entry)
+        return result
+
+    def _perturb(self, value: Tensor) -> None:
+        """Move some elements to a neighbouring value, in place.
+
+        Integers keep their value: sums of counts and positions are exact.
+        """
+        if value.is_complex():
+            value = torch.view_as_real(value)
+        if not value.is_floating_point() or not value.numel():
+            return
+        signs = self._signs(value.numel(), value.dtype).reshape(value.shape)
+        # Adding x * (eps / 2) rounds to the next value, or the one after a power of two.
+        step = value * signs
+        step.masked_fill_(value == value.round(), 0.0)
+        value.add_(step)
+
+    def _signs(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Return `count` entries of -u, 0 or u, [count]."""
+        if dtype not in self._pools:
+            scaled = self._pool.to(dtype) * (torch.finfo(dtype).eps / 2)
+            self._pools[dtype] = torch.cat([scaled, scaled])
+        pool = self._pools[dtype]
+        # An odd stride through the pool: no two operators of a step see the same signs.
+        self._offset = (self._offset + 40503) % _POOL_SIZE
+        if count > _POOL_SIZE:
+            turns = -(-count // _POOL_SIZE)
+            return pool[self._offset : self._offset + _POOL_SIZE].repeat(turns)[:count]
+        return pool[self._offset : self._offset + count]
