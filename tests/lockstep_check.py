@@ -1,66 +1,265 @@
-"""Run a captured step under the engine's modes in lock-step and compare with one device."""
+"""Run one step under the engine's modes in lock-step and compare it with one device.
 
-import sys
-import time
+One capture is partitioned for every mode and mesh; every output of every rank is compared
+with its part of the single-device graph's output, the single-device graph with eager, and
+the random generator's final state bitwise. Runs on CPU, one process.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
 import torch
-import copy, collections
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+
+from spmd.capture import Program, capture
+from spmd.layout import Layout, Shard
 from spmd.lifting import lift
-from spmd.capture import capture
-from spmd.lockstep import run_lockstep, PerRank
-from spmd.parallel_mode import *
+from spmd.lockstep import PerRank, run_lockstep
 from spmd.mesh import MeshShape
-from spmd.layout import local_shape, Shard, Partial
-def take(x, layout, coord):
-    for p,c in zip(layout.placements, coord):
-        if isinstance(p, Shard):
-            d=p.dim
-            y=x.reshape(*x.shape[:d], p.outer, sum(p.units), *x.shape[d+1:])
-            s=sum(p.units[:c]); y=y.narrow(d+1,s,p.units[c])
-            x=y.reshape(*x.shape[:d], p.outer*p.units[c], *x.shape[d+1:])
-    return x
-def check(make, mkopt, step, batch, ranks=(4,), tol=1e-11, modes=None, verbose=True):
+from spmd.mode import ParallelMode
+from spmd.parallel_mode import DataParallel, DTensorExpandMode
+
+MODES = ("replicate", "fully_shard", "default", "expand")
+# Differences are relative to the output's largest element; smaller outputs than this are
+# compared absolutely, so that rounding around an exact zero is not a failure.
+SMALLEST_SCALE = 1e-3
+
+Step = Callable[..., Any]
+NamedMode = str | tuple[str, ParallelMode]
+
+
+@dataclass
+class Outcome:
+    """What one mode on one mesh did.
+
+    Attributes:
+        mode: Name of the mode.
+        ranks: Number of ranks.
+        worst: Largest relative difference of any output on any rank.
+        worst_output: "kind name" of that output.
+        fallbacks: Operator -> calls that were gathered and replicated.
+        collectives: Collective -> calls in the local graph.
+        gathers: Region of the step -> all_gathers in the local graph.
+        calls: Operator calls in the global graph.
+        graph: The local graph after passes.
+    """
+
+    mode: str
+    ranks: int
+    worst: float
+    worst_output: str
+    fallbacks: dict[str, int]
+    collectives: Counter[str]
+    gathers: Counter[str]
+    calls: int
+    graph: fx.GraphModule = field(repr=False)
+
+
+def check(
+    make_model: Callable[[], nn.Module],
+    make_optimizer: Callable[..., Any],
+    step: Step,
+    batch: Sequence[Any],
+    ranks: Sequence[int] = (4,),
+    tol: float = 1e-11,
+    modes: Sequence[NamedMode] | None = None,
+    kwargs: dict[str, Any] | None = None,
+) -> list[Outcome]:
+    """Compare a step under every mode with the single-device graph, and that with eager.
+
+    Args:
+        make_model: Makes the model; called once, after seeding.
+        make_optimizer: Parameters -> optimizer, or None for a step without one.
+        step: Called as `step(model, optimizer, *batch, **kwargs)`.
+        batch: Global arguments of the step.
+        ranks: Sizes of one-axis meshes; a mode given as a pair brings its own mesh.
+        tol: Allowed difference, relative to the largest element of the output.
+        modes: Names of `MODES` or (name, mode) pairs; all names by default.
+        kwargs: Global keyword arguments of the step.
+
+    Returns:
+        One outcome per mode and mesh.
+
+    Raises:
+        AssertionError: Names the first mode and the output that differs.
+    """
     torch.manual_seed(0)
-    m=make(); opt=mkopt(m.parameters())
-    rs=torch.get_rng_state()
-    if opt.__class__.__name__ != 'SGD': step(m,opt,*batch)
-    w=lift(step,(m,opt,*batch),{})
-    t=time.time()
-    p=capture(step,w,lambda i: w.values[i].detach().clone() if isinstance(w.values[i],torch.Tensor) else torch.tensor(w.values[i],dtype=torch.float64)); dt=time.time()-t
-    g=p.graph; sig=g.meta['signature']; n=len(g.graph.nodes)
-    vals=[v.detach().clone() if isinstance(v,torch.Tensor) else torch.tensor(v,dtype=torch.float64) for v in w.values]+[c.detach() for c in p.captured]
-    rng=torch.get_rng_state()
-    ref=g(*[v.clone() for v in vals])
-    torch.set_rng_state(rng)
-    m2=m; step(m2,opt,*batch)
-    params=dict(m2.named_parameters())
-    worst=0
-    for o,r in zip(sig.outputs,ref):
-        if o.kind=='parameter' and o.name in params:
-            worst=max(worst,(params[o.name].detach()-r).abs().max().item() if r.numel() else 0)
-    if verbose: print(f'nodes {n} capture {dt*1e3/n:.2f} ms/node; graph vs eager {worst:.2e}')
-    for W in ranks:
-      for name in (modes or ['replicate','fully_shard','default','expand']):
-        mesh=MeshShape(('dp',),(W,))
-        mode=DTensorExpandMode(mesh=mesh) if name=='expand' else DataParallel(name,mesh=mesh)
-        t=time.time(); lg=mode.partition(g,m,opt,{},{},(),{}); lg=mode.transform_and_compile(lg); dt=time.time()-t
-        ins=[]
-        for v,l in zip(vals, lg.meta['layouts']['inputs']):
-            ins.append(v if l.is_replicated else PerRank(take(v,l,c).clone() for c in mesh.coordinates()))
-        torch.set_rng_state(rng)
-        t=time.time()
-        outs=run_lockstep(lg,ins,mesh); rt=time.time()-t
-        worst=(0,'')
-        for o,r,v,l in zip(sig.outputs,ref,outs,lg.meta['layouts']['outputs']):
-            if not isinstance(r,torch.Tensor): continue
-            for i,c in enumerate(mesh.coordinates()):
-                lv=v[i] if isinstance(v,PerRank) else v
-                e=take(r,l,c)
-                if lv.shape!=e.shape: print('SHAPE',o,lv.shape,e.shape,l); continue
-                if e.numel():
-                    if e.is_floating_point() or e.is_complex():
-                        d=(lv-e).abs().max().item()/max(1e-3,e.abs().max().item())
-                    else: d=float((lv!=e).any())
-                    if not d<=worst[0]: worst=(d,str(o))
-        cols=collections.Counter(str(nn_.target).split('.')[1] for nn_ in lg.graph.nodes if '_c10d' in str(nn_.target) and 'wait' not in str(nn_.target))
-        if verbose or not worst[0]<tol: print(f'  {name:12s} W={W} part {dt*1e3/n:.2f} ms/node run {rt*1e3:.0f}ms local {len(lg.graph.nodes)} worst {worst[0]:.1e} {worst[1] if not worst[0]<tol else ""} fallbacks {lg.meta["fallbacks"]} {dict(cols)}')
-    return g, lg
+    model = make_model()
+    optimizer = make_optimizer(model.parameters()) if make_optimizer is not None else None
+    program, inputs = captured(model, optimizer, step, batch, kwargs or {})
+    expected, generator = _single_device(program, inputs)
+    _compare_with_eager(program, expected, generator, step, (model, optimizer, batch, kwargs or {}), tol)
+    outcomes = []
+    for name, mode in _instances(modes or MODES, ranks):
+        outcome = _compare(program, inputs, expected, generator, name, mode)
+        assert outcome.worst <= tol, (
+            f"{name} on {outcome.ranks} ranks: output {outcome.worst_output!r} differs from the "
+            f"single-device graph by {outcome.worst:.2e} of its largest element, allowed {tol:.0e}"
+        )
+        outcomes.append(outcome)
+    return outcomes
+
+
+def captured(
+    model: nn.Module, optimizer: Any, step: Step, batch: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Program, list[Tensor]]:
+    """Return the program of a step and private copies of its example inputs."""
+    args = (model, *batch) if optimizer is None else (model, optimizer, *batch)
+    world = lift(step, args, kwargs)
+
+    def copied(value: Any) -> Tensor:
+        if isinstance(value, Tensor):
+            return value.detach().clone()
+        return torch.tensor(value, dtype=torch.float64)
+
+    program = capture(step, world, lambda position: copied(world.values[position]))
+    values = [copied(v) for v in world.values] + [c.detach().clone() for c in program.captured]
+    return program, values
+
+
+def part_of(value: Tensor, layout: Layout, coordinate: tuple[int, ...]) -> Tensor:
+    """Return the part of a global tensor that the rank at `coordinate` holds."""
+    for placement, index in zip(layout.placements, coordinate, strict=True):
+        if isinstance(placement, Shard):
+            dim, units = placement.dim, placement.units
+            before, after = value.shape[:dim], value.shape[dim + 1 :]
+            split = value.reshape(*before, placement.outer, sum(units), *after)
+            own = split.narrow(dim + 1, sum(units[:index]), units[index])
+            value = own.reshape(*before, placement.outer * units[index], *after)
+    return value
+
+
+def difference(actual: Any, expected: Any) -> float:
+    """Return the largest difference relative to the largest expected element.
+
+    Infinite for another shape or dtype, or NaN and infinity in other places.
+    """
+    if not isinstance(expected, Tensor):
+        expected = torch.tensor(expected)
+        actual = torch.as_tensor(actual, dtype=expected.dtype)
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return float("inf")
+    if expected.numel() == 0 or torch.equal(actual, expected):
+        return 0.0
+    if not (expected.is_floating_point() or expected.is_complex()):
+        return float("inf")
+    finite = expected.isfinite()
+    same = torch.where(finite, torch.zeros_like(actual), actual)
+    wanted = torch.where(finite, torch.zeros_like(expected), expected)
+    if not torch.equal(finite, actual.isfinite()) or not torch.allclose(
+        same, wanted, equal_nan=True
+    ):
+        return float("inf")
+    if not finite.any():
+        return 0.0
+    scale = max(SMALLEST_SCALE, expected[finite].abs().max().item())
+    return (actual[finite] - expected[finite]).abs().max().item() / scale
+
+
+def _instances(modes: Sequence[NamedMode], ranks: Sequence[int]) -> list[tuple[str, ParallelMode]]:
+    made: list[tuple[str, ParallelMode]] = [m for m in modes if not isinstance(m, str)]
+    for count in ranks:
+        mesh = MeshShape(("dp",), (count,))
+        for name in modes:
+            if name == "expand":
+                made.append((name, DTensorExpandMode(mesh=mesh)))
+            elif isinstance(name, str):
+                made.append((name, DataParallel(name, mesh=mesh)))
+    return made
+
+
+def _single_device(program: Program, inputs: list[Tensor]) -> tuple[list[Any], Tensor]:
+    """Return the global graph's outputs and the generator's state before it ran."""
+    generator = torch.get_rng_state()
+    return program.graph(*[v.clone() for v in inputs]), generator
+
+
+def _compare_with_eager(
+    program: Program, expected: list[Any], generator: Tensor, step: Step, call: Any, tol: float
+) -> None:
+    """Run the real step on a copy and compare what it returns and leaves behind."""
+    after = torch.get_rng_state()
+    model, optimizer, batch, kwargs = copy.deepcopy(call)
+    torch.set_rng_state(generator)
+    args = (model, *batch) if optimizer is None else (model, optimizer, *batch)
+    result = step(*args, **kwargs)
+    assert torch.equal(torch.get_rng_state(), after), (
+        "the graph leaves the random generator in another state than eager"
+    )
+    leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+    named = {("result", i): leaf.detach() for i, leaf in enumerate(leaves)}
+    named |= {("parameter", n): p.detach() for n, p in model.named_parameters()}
+    named |= {("buffer", n): b for n, b in model.named_buffers()}
+    named |= {("gradient", n): p.grad for n, p in model.named_parameters() if p.grad is not None}
+    results = 0
+    for spec, value in zip(program.graph.meta["signature"].outputs, expected, strict=True):
+        key: Any = (spec.kind, spec.name)
+        if spec.kind == "result":
+            key, results = ("result", results), results + 1
+        if key in named:
+            found = difference(value, named.pop(key))
+            assert found <= tol, (
+                f"captured graph: output '{spec.kind} {spec.name}' differs from eager by {found:.2e}"
+            )
+    specs = program.graph.meta["signature"].inputs
+    given = {(s.kind, s.name): v for s, v in zip(specs, program.world.values, strict=False)}
+    for key, value in named.items():
+        if key in given:
+            found = difference(given[key].detach(), value)
+            assert found == 0, f"captured graph does not write {key}, eager changes it by {found:.2e}"
+    missing = [key for key in named if key not in given and key[0] in ("result", "gradient")]
+    assert not missing, f"captured graph lacks {missing}"
+
+
+def _compare(
+    program: Program, inputs: list[Tensor], expected: list[Any], generator: Tensor, name: str,
+    mode: ParallelMode,
+) -> Outcome:  # fmt: skip
+    world, after = program.world, torch.get_rng_state()
+    local = mode.partition(program.graph, world.model, world.optimizer, {}, {}, (), {})
+    local = mode.transform_and_compile(local)
+    mesh: MeshShape = local.meta["mesh"]
+    parts: list[Any] = []
+    for value, layout in zip(inputs, local.meta["layouts"]["inputs"], strict=True):
+        pieces = PerRank(part_of(value, layout, c).clone() for c in mesh.coordinates())
+        parts.append(value.clone() if layout.is_replicated else pieces)
+    torch.set_rng_state(generator)
+    outputs = run_lockstep(local, parts, mesh)
+    assert torch.equal(torch.get_rng_state(), after), (
+        f"{name} on {mesh.num_ranks} ranks leaves the random generator in another state"
+    )
+    worst, worst_output = 0.0, ""
+    layouts = local.meta["layouts"]["outputs"]
+    specs = program.graph.meta["signature"].outputs
+    for spec, wanted, actual, layout in zip(specs, expected, outputs, layouts, strict=True):
+        for rank, coordinate in enumerate(mesh.coordinates()):
+            own = actual[rank] if isinstance(actual, PerRank) else actual
+            part = part_of(wanted, layout, coordinate) if isinstance(wanted, Tensor) else wanted
+            found = difference(own, part)
+            if not found <= worst:
+                worst, worst_output = found, f"{spec.kind} {spec.name}"
+    return Outcome(
+        name, mesh.num_ranks, worst, worst_output, local.meta["fallbacks"],
+        *_counted(local.graph), local.meta["calls"], local,
+    )  # fmt: skip
+
+
+def _counted(graph: fx.Graph) -> tuple[Counter[str], Counter[str]]:
+    """Count collectives by name, and all_gathers by region."""
+    collectives: Counter[str] = Counter()
+    gathers: Counter[str] = Counter()
+    for node in graph.nodes:
+        target = node.target
+        if getattr(target, "namespace", None) == "_c10d_functional":
+            name = target._schema.name.split("::")[1]
+            if name != "wait_tensor":
+                collectives[name] += 1
+            if name.startswith("all_gather"):
+                gathers[node.meta.get("region", "forward")] += 1
+    return collectives, gathers
