@@ -248,7 +248,9 @@ def make_reference(case: LoadedCase) -> tuple[SingleDevice, Reference]:
     if exact is None:
         return device, Reference(run, None, None, absent)
     anchored, absent, _ = _in_float64(device, run, anchors=run)
-    return device, Reference(run, exact, anchored, absent, islands)
+    if anchored is None:
+        return device, Reference(run, None, None, absent)
+    return device, Reference(run, exact, anchored, None, islands)
 
 
 def _check_deterministic(device: SingleDevice, run: Trajectory) -> None:

@@ -1,0 +1,411 @@
+"""Turn the statistics of all ranks into rows, a first divergence and a cell's verdict.
+
+Normative: verdicts.md parts 1 and 4. The judge never sees a tensor of the candidate, nor
+which runner it came from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from spmd_verify.cause import Evidence, exact_norm, find_cause
+from spmd_verify.compare import Statistics
+from spmd_verify.merge import Merged, TensorKey, by_tensor, merge
+from spmd_verify.record import (
+    Cause,
+    Exercised,
+    FirstDivergence,
+    Row,
+    WorstElement,
+    WorstTensor,
+)
+from spmd_verify.store import Entry, FloorInfo, Store
+from spmd_verify.verdict import ANCHORED_STAGES, STAGES, Verdict, cell_verdict, limit, row_verdict
+
+# Stages a style may leave out: nothing is concluded from their absence.
+_OPTIONAL = frozenset({"inputs", "module_outputs", "clipping"})
+_SIGNAL_STAGES = ("gradients", "parameters")
+
+
+@dataclass
+class Judgement:
+    """What is said of one cell.
+
+    Attributes:
+        verdict: Of the cell.
+        rows: In order of (step, stage, position in the reference).
+        first_divergence: The smallest (step, stage, position) that is a mismatch.
+        cause: Of the first divergence.
+        worst: The row with the largest error / noise.
+        counts: Rows by verdict.
+        exercised: Gradients and parameters with signal, of all.
+        undetermined_reason: Of the first undetermined row.
+        undetermined_elements: Parameter elements that nothing decides, at the last step.
+        growth: Per step, the largest parameter error / noise of the free run.
+        notes: What the report says besides.
+    """
+
+    verdict: Verdict
+    rows: list[Row]
+    first_divergence: FirstDivergence | None = None
+    cause: Cause | None = None
+    worst: WorstTensor | None = None
+    counts: dict[str, int] = field(default_factory=dict)
+    exercised: Exercised = field(default_factory=lambda: Exercised(n=0, of=0))
+    undetermined_reason: str | None = None
+    undetermined_elements: int = 0
+    growth: list[float] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def judge(
+    store: Store,
+    statistics: Iterable[Statistics],
+    *,
+    axes: Mapping[str, int],
+    is_anchored: bool = True,
+) -> Judgement:
+    """Judge one cell.
+
+    Args:
+        store: The reference.
+        statistics: Of all ranks, both runs, all steps.
+        axes: Mesh axes in mesh order, `{name: ranks}`.
+        is_anchored: False where anchoring was switched off: the free run decides alone.
+    """
+    judging = _Judging(store, by_tensor(statistics), axes, is_anchored)
+    rows = judging.rows()
+    _settle_module_outputs(rows)
+    first = next((row for row in rows if row.verdict == Verdict.MISMATCH), None)
+    _mark_downstream(rows, first)
+    parameters = [
+        row for row in rows if row.stage == "parameters" and row.step == store.index.steps - 1
+    ]
+    moved = [row for row in parameters if row.verdict != Verdict.NOT_EXERCISED]
+    undetermined = sum(judging.undetermined_elements(row) for row in moved)
+    exercised = judging.exercised(rows)
+    reasons = [row.unknown.get("reason") for row in rows if row.verdict == Verdict.UNDETERMINED]
+    return Judgement(
+        verdict=cell_verdict(
+            (row.verdict for row in rows),
+            is_exercised=exercised.n > 0,
+            undetermined_elements=undetermined,
+            signal_elements=sum(math.prod(row.shape) for row in moved),
+        ),
+        rows=rows,
+        first_divergence=None
+        if first is None
+        else FirstDivergence(step=first.step, stage=first.stage, tensor=first.name),
+        cause=None if first is None else first.cause,
+        worst=_worst(rows),
+        counts={verdict: n for verdict in Verdict if (n := _count(rows, verdict))},
+        exercised=exercised,
+        undetermined_reason=next((str(reason) for reason in reasons if reason), None),
+        undetermined_elements=undetermined,
+        growth=_growth(rows, store.index.steps),
+        notes=judging.notes,
+    )
+
+
+@dataclass
+class _Judging:
+    """One cell while it is judged."""
+
+    store: Store
+    statistics: Mapping[TensorKey, Sequence[Statistics]]
+    axes: Mapping[str, int]
+    is_anchored: bool
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Note which stages of which steps the candidate showed at all."""
+        self.seen = {(run, step, stage) for run, step, stage, _ in self.statistics}
+
+    def rows(self) -> list[Row]:
+        """Return all rows, in order."""
+        found: list[Row] = []
+        for step in range(self.store.index.steps):
+            for stage in STAGES:
+                run = self.deciding_run(step, stage)
+                names = self.store.names(step, stage)
+                for name in names:
+                    row = self.row(run, step, stage, name)
+                    if row is not None:
+                        found.append(row)
+                found.extend(self.unmatched_rows(run, step, stage, set(names)))
+        return found
+
+    def deciding_run(self, step: int, stage: str) -> str:
+        """Return which run decides a stage of a step."""
+        if step > 0 and self.is_anchored and stage in ANCHORED_STAGES:
+            return "anchored"
+        return "free"
+
+    def unmatched_rows(self, run: str, step: int, stage: str, known: set[str]) -> list[Row]:
+        """Return rows of tensors that only one side has, and of gradients that neither has."""
+        found = []
+        for (own_run, own_step, own_stage, name), entries in self.statistics.items():
+            if (own_run, own_step, own_stage) != (run, step, stage) or name in known:
+                continue
+            if stage in ("module_outputs", "optimizer_state", "clipping"):
+                continue  # the style's own modules and bookkeeping
+            entry = Entry(step=step, stage=stage, name=name, shape=[], dtype="")
+            merged = merge([], entries)
+            found.append(self.mismatch(entry, run, merged, FloorInfo(noise=0.0, scale=0.0)))
+        if stage == "gradients":
+            shown = known | {row.name for row in found}
+            found.extend(
+                Row(name=name, stage=stage, step=step, run=run, verdict=Verdict.NOT_EXERCISED,
+                    unknown={"reason": "the gradient is None on both sides"})
+                for name in self.store.index.trainable
+                if name not in shown
+            )
+        return found
+
+    def row(self, run: str, step: int, stage: str, name: str) -> Row | None:
+        """Return the row of one tensor of the reference; None where nothing is to be said."""
+        entry = self.store.entry(step, stage, name)
+        assert entry is not None
+        entries = self.statistics.get((run, step, stage, name))
+        if not entries:
+            return self.absent(entry, run)
+        merged = merge(entry.shape, entries)
+        if stage == "loss" and merged.values and not merged.is_exact:
+            self.reduce_losses(entry, run, merged)
+        floor = entry.floors.get(run, FloorInfo(noise=0.0, scale=0.0))
+        row = self.measured(entry, run, merged, floor)
+        if not entry.has_signal and row.verdict in (Verdict.EXACT, Verdict.ROUNDING):
+            row.verdict = Verdict.NOT_EXERCISED
+        return row
+
+    def absent(self, entry: Entry, run: str) -> Row | None:
+        """Return the row of a tensor that no rank showed."""
+        if entry.stage in _OPTIONAL:
+            return None
+        shown = (run, entry.step, entry.stage) in self.seen
+        floor = FloorInfo(noise=0.0, scale=0.0)
+        if not shown or not entry.has_signal or entry.stage in ("loss", "eval_outputs"):
+            row = _row(entry, run, Merged(), floor)
+            row.verdict = Verdict.NOT_EXERCISED
+            row.unknown["reason"] = "no rank showed it"
+            return row
+        merged = Merged(is_exact=False, problems=["absent on every rank"])
+        return self.mismatch(entry, run, merged, floor)
+
+    def measured(self, entry: Entry, run: str, merged: Merged, floor: FloorInfo) -> Row:
+        """Return the row of a tensor that was compared."""
+        if merged.problems:
+            due = merged.problems[0]
+            if entry.stage == "module_outputs" or due.startswith("a reduction is still due"):
+                row = _row(entry, run, merged, floor)
+                row.verdict, row.unknown["reason"] = Verdict.UNDETERMINED, due
+                return row
+            return self.mismatch(entry, run, merged, floor)
+        missing = math.prod(entry.shape) - merged.covered
+        if missing > 0:
+            merged.problems.append(f"{missing} of {math.prod(entry.shape)} elements are on no rank")
+            return self.mismatch(entry, run, merged, floor)
+        error, ratio, reason = self.against_floor(entry, run, merged, floor)
+        verdict = row_verdict(
+            is_equal=merged.is_exact,
+            error=math.nan if merged.non_finite else error,
+            noise=floor.noise,
+            c=limit(entry.dtype, "tensor") if entry.floors else 0.0,
+            row_ratio=ratio,
+            row_c=limit(entry.dtype, "row") if entry.floors else 0.0,
+            reason=reason,
+        )
+        if not entry.floors and verdict == Verdict.ROUNDING:
+            verdict = Verdict.MISMATCH  # copied, or a dtype that does not round
+        if verdict == Verdict.MISMATCH:
+            return self.mismatch(entry, run, merged, floor)
+        row = _row(entry, run, merged, floor)
+        row.verdict = verdict
+        if reason and verdict == Verdict.UNDETERMINED:
+            row.unknown["reason"] = reason
+        if floor.undetermined_elements:
+            row.unknown["undetermined_elements"] = floor.undetermined_elements
+        return row
+
+    def against_floor(
+        self, entry: Entry, run: str, merged: Merged, floor: FloorInfo
+    ) -> tuple[float, float, str | None]:
+        """Return the error over decided rows, the largest row ratio, and why nothing decides."""
+        key = (run, entry.step, entry.stage, entry.name)
+        noise_rows = self.store.rows("noise", *key)
+        reason = floor.reason
+        if noise_rows is None:
+            return float(merged.squares.sum().sqrt()), 0.0, reason
+        errors = merged.squares.sqrt()
+        ratios = torch.where(errors > 0, errors / noise_rows, 0.0)
+        loud = self.store.rows("undetermined", *key)
+        decided = merged.squares if loud is None else merged.squares[~loud]
+        count = math.prod(entry.shape)
+        if 2 * floor.undetermined_elements >= count > 0:
+            reason = (
+                f"only rounding decides the update of {floor.undetermined_elements} of {count} "
+                f"elements: their gradients are zero within noise; a probe with SGD would decide"
+            )
+        largest = float(ratios.max()) if ratios.numel() else 0.0
+        return float(decided.sum().sqrt()), largest, reason
+
+    def mismatch(self, entry: Entry, run: str, merged: Merged, floor: FloorInfo) -> Row:
+        """Return the row of a tensor that differs, with its cause."""
+        row = _row(entry, run, merged, floor)
+        row.verdict = Verdict.MISMATCH
+        row.ranks = [_rank(coordinate, self.axes) for coordinate in merged.ranks]
+        known = self.store.entry(entry.step, entry.stage, entry.name) is not None
+        key = (run, entry.step, entry.stage, entry.name)
+        norm = exact_norm(self.store.exact(*key)) if known else 0.0
+        loud = self.store.rows("undetermined", *key) if known else None
+        evidence = Evidence(entry, merged, floor.noise, norm, loud, self.axes, row.ranks)
+        row.cause = find_cause(evidence)
+        if merged.copies_differ:
+            row.unknown["copies_differ"] = True
+        return row
+
+    def reduce_losses(self, entry: Entry, run: str, merged: Merged) -> None:
+        """Replace per-rank losses by their mean or sum where that is right, in place.
+
+        Only where the style declared no layout: one that claims replication is held to it.
+        """
+        if merged.layout != "?" or len(merged.values) < 2:
+            return
+        exact = float(self.store.exact(run, entry.step, entry.stage, entry.name))
+        noise = entry.floors[run].noise if run in entry.floors else 0.0
+        allowed = limit(entry.dtype, "tensor") * noise
+        own = max(abs(value - exact) for value in merged.values.values())
+        total = math.fsum(merged.values.values())
+        for how, value in (("mean", total / len(merged.values)), ("sum", total)):
+            error = abs(value - exact)
+            if own > allowed >= error:
+                merged.squares = torch.tensor([error**2], dtype=torch.float64)
+                merged.products = torch.tensor([(value - exact) * exact], dtype=torch.float64)
+                merged.layout = f"{how} over ranks"
+                self.notes.append(f"the loss is right as the {how} over ranks")
+                return
+
+    def exercised(self, rows: Sequence[Row]) -> Exercised:
+        """Count gradients and trainable parameters with signal, by name."""
+        names = {(stage, name) for stage in _SIGNAL_STAGES for name in self.store.index.trainable}
+        shown = {
+            (row.stage, row.name)
+            for row in rows
+            if row.stage in _SIGNAL_STAGES and row.verdict != Verdict.NOT_EXERCISED
+        }
+        return Exercised(n=len(names & shown), of=len(names))
+
+    def undetermined_elements(self, row: Row) -> int:
+        """Count the elements of a parameter row that nothing decides."""
+        if row.verdict == Verdict.UNDETERMINED:
+            return math.prod(row.shape)
+        return int(row.unknown.get("undetermined_elements", 0))
+
+
+def _row(entry: Entry, run: str, merged: Merged, floor: FloorInfo) -> Row:
+    """Return a row with everything but its verdict."""
+    error = math.inf if merged.non_finite else float(merged.squares.sum().sqrt())
+    ratio = 0.0 if error == 0.0 else error / floor.noise if floor.noise > 0.0 else math.inf
+    worst = merged.worst
+    return Row(
+        name=entry.name,
+        aliases=list(entry.aliases),
+        stage=entry.stage,
+        step=entry.step,
+        run=run,
+        shape=list(entry.shape),
+        dtype=entry.dtype,
+        layout=merged.layout,
+        verdict="",
+        error=error,
+        noise=floor.noise,
+        ratio=ratio,
+        max_ulp=merged.max_ulp,
+        worst=None
+        if worst is None
+        else WorstElement(
+            index=list(worst.worst_index or []), actual=worst.actual, expected=worst.expected
+        ),
+        unknown={"scale": floor.scale},
+    )
+
+
+def _settle_module_outputs(rows: list[Row]) -> None:
+    """Let a module output be a mismatch only where a later stage of its step is one, in place."""
+    place = STAGES.index("module_outputs")
+    confirmed = {
+        row.step
+        for row in rows
+        if row.verdict == Verdict.MISMATCH and STAGES.index(row.stage) > place
+    }
+    for row in rows:
+        if row.stage == "module_outputs" and row.verdict == Verdict.MISMATCH:
+            if row.step not in confirmed:
+                row.verdict, row.cause = Verdict.UNDETERMINED, None
+                row.unknown["reason"] = "it differs, but nothing computed from it does"
+
+
+def _mark_downstream(rows: list[Row], first: Row | None) -> None:
+    """Name the first divergence in every later mismatch, in place."""
+    for row in rows:
+        if first is not None and row is not first and row.verdict == Verdict.MISMATCH:
+            row.downstream_of = f"step {first.step}, {first.stage}, {first.name}"
+
+
+def _worst(rows: Sequence[Row]) -> WorstTensor | None:
+    """Return the row with the largest error / noise among those that were measured."""
+    judged = [
+        row
+        for row in rows
+        if row.verdict in (Verdict.ROUNDING, Verdict.MISMATCH) and row.ratio is not None
+    ]
+    if not judged:
+        return None
+    row = max(judged, key=lambda row: (row.verdict == Verdict.MISMATCH, row.ratio))
+    return WorstTensor(
+        tensor=row.name,
+        stage=row.stage,
+        step=row.step,
+        error=row.error or 0.0,
+        noise=row.noise or 0.0,
+        ratio=row.ratio or 0.0,
+    )
+
+
+def _growth(rows: Sequence[Row], steps: int) -> list[float]:
+    """Return, per step, the largest error / noise of parameters that were measured."""
+    return [
+        max(
+            (row.ratio or 0.0)
+            for row in [*_of(rows, step), Row(name="", stage="", step=step, verdict="")]
+        )
+        for step in range(steps)
+    ]
+
+
+def _of(rows: Sequence[Row], step: int) -> list[Row]:
+    """Return the parameter rows of a step whose ratio says something."""
+    return [
+        row
+        for row in rows
+        if row.step == step
+        and row.stage == "parameters"
+        and row.verdict in (Verdict.ROUNDING, Verdict.MISMATCH)
+    ]
+
+
+def _count(rows: Sequence[Row], verdict: Verdict) -> int:
+    """Count rows by verdict."""
+    return sum(row.verdict == verdict for row in rows)
+
+
+def _rank(coordinate: Sequence[int], axes: Mapping[str, int]) -> int:
+    """Return the rank at a coordinate; the last axis runs fastest."""
+    rank = 0
+    for index, size in zip(coordinate, axes.values(), strict=True):
+        rank = rank * size + index
+    return rank
