@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -44,6 +44,7 @@ class Program:
         result_spec: How to rebuild the step's result from the `result` outputs.
         result_constants: Leaves of the result; `Lifted(i)` stands for result output i.
         new_state: Parameter name -> state dict whose tensor leaves are `Lifted` outputs.
+        cleared_gradients: Parameters whose `.grad` was a tensor and is now None.
     """
 
     graph: fx.GraphModule
@@ -52,6 +53,7 @@ class Program:
     result_spec: Any
     result_constants: list[Any]
     new_state: dict[str, Any]
+    cleared_gradients: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -357,7 +359,7 @@ class _Recorder(TorchDispatchMode):
         graph.meta["signature"] = signature
         return Program(
             graph, self.world, captured, self.result_spec, self.result_constants,
-            self._new_state_leaves,
+            self._new_state_leaves, self.cleared_gradients,
         )
 
 

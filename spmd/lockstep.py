@@ -1,192 +1,224 @@
-"""Run a local graph for all ranks of a mesh in this process, node by node.
+"""All ranks of a mesh in this process: the same compiled step without processes.
 
-Collectives work on lists with one tensor per rank, in gloo's summation order, so the
-numbers are bitwise those of real gloo processes. A value that is the same object on every
-rank is computed once.
+The fast way to test the engine, and the only one for hundreds of ranks. Only graphs of
+the engine's modes run here; eager torch styles need processes.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from spmd.emit import coordinate_name
-from spmd.mesh import MeshShape
+from spmd.emulator import PerRank, run_lockstep
+from spmd.layout import Layout, Shard
+from spmd.lifting import World
+from spmd.mesh import MeshShape, mesh_shape
+from spmd.mode import ParallelMode
+from spmd.overrides import Override
+from spmd.placed import Placed
+from spmd.planning import owner_of
+from spmd.ranks import part_of
+from spmd.session import CaptureCache, CompiledStep, Options
+from spmd.writeback import set_module_tensor, set_state
 
-_funcol = torch.ops._c10d_functional
+__all__ = ["CaptureCache", "LockstepStep", "PerRank", "assembled", "compile", "run_lockstep"]
 
 
-class PerRank(list[Any]):
-    """One value per rank, in rank order."""
-
-
-def run_lockstep(
-    graph: fx.GraphModule,
-    inputs: list[Any],
-    mesh: MeshShape,
-    observe: Callable[[fx.Node, Any], None] | None = None,
-) -> list[Any]:
-    """Run `graph` on every rank of `mesh`.
+def compile(
+    module_override: list[Override] | None = None,
+    gm_transformation: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
+    parallel_mode: ParallelMode | None = None,
+    *,
+    mesh: Any,
+    captures: CaptureCache | None = None,
+    strict: bool = False,
+    dump_graphs: str | None = None,
+    recapture_every: int | None = None,
+) -> Callable[[Callable[..., Any]], LockstepStep]:
+    """Compile a training step for all ranks of `mesh` in this process.
 
     Args:
-        graph: Local graph after passes.
-        inputs: One per placeholder: a `PerRank` of local tensors, or one value that is
-            the same on every rank.
-        mesh: Axis names and sizes.
-        observe: Called with every node and its value.
+        module_override: As in `spmd.compile`.
+        gm_transformation: As in `spmd.compile`.
+        parallel_mode: As in `spmd.compile`; `DataParallel()` by default. Its mesh is set
+            to `mesh`.
+        mesh: `{axis: size}` or `MeshShape`; any world size.
+        captures: Share captures between several compiled copies of one step.
+        strict: As in `spmd.compile`.
+        dump_graphs: As in `spmd.compile`.
+        recapture_every: As in `spmd.compile`.
 
     Returns:
-        The graph's outputs, each a `PerRank` or one value shared by all ranks.
+        A decorator. The step is called once with the global batch; the module and the
+        optimizer hold the assembled global values after each call.
     """
-    return _Walk(graph, mesh, observe).run(inputs)
+    from spmd.data_parallel import DataParallel
+
+    mode = parallel_mode or DataParallel()
+    mode.mesh = mesh_shape(mesh)
+    options = Options(
+        mode, module_override or [], gm_transformation, "global", strict, dump_graphs, recapture_every
+    )
+
+    def decorate(function: Callable[..., Any]) -> LockstepStep:
+        step = LockstepStep(function, options)
+        step.shared = captures
+        return step
+
+    return decorate
 
 
-class _Walk:
-    def __init__(self, graph: fx.GraphModule, mesh: MeshShape, observe: Any) -> None:
-        self.graph, self.mesh, self.observe = graph, mesh, observe
-        self.coordinates = mesh.coordinates()
-        self.env: dict[fx.Node, Any] = {}
-        self.axis = {coordinate_name(name): i for i, name in enumerate(mesh.names)}
+def assembled(value: Any, layout: Layout, mesh: MeshShape) -> Any:
+    """Return the global tensor of per-rank parts; replicas are taken from the first rank.
 
-    def run(self, inputs: list[Any]) -> list[Any]:
-        last_use = _last_uses(self.graph.graph)
-        remaining = iter(inputs)
-        for node in self.graph.graph.nodes:
-            if node.op == "placeholder":
-                self.env[node] = next(remaining)
-            elif node.op == "output":
-                return [self._lookup(leaf) for leaf in node.args[0]]
-            elif node.op == "get_attr":
-                self.env[node] = self._attribute(str(node.target))
-            else:
-                self.env[node] = self._call(node)
-            if self.observe is not None:
-                self.observe(node, self.env[node])
-            for dead in last_use.get(node, ()):
-                del self.env[dead]
-        raise AssertionError("graph without output")
+    Args:
+        value: A `PerRank` of local tensors, or a value shared by all ranks.
+        layout: Where the parts lie; not partial.
+        mesh: Axis names and sizes.
+    """
+    if not isinstance(value, PerRank):
+        return value
+    parts = {c: value[i] for i, c in enumerate(mesh.coordinates())}
+    for axis in reversed(range(len(mesh.sizes))):
+        placement = layout.placements[axis]
+        joined: dict[tuple[int, ...], Any] = {}
+        for head in dict.fromkeys(c[:axis] for c in parts):
+            row = [parts[(*head, i)] for i in range(mesh.sizes[axis])]
+            joined[head] = _joined(row, placement)
+        parts = joined
+    return parts[()]
 
-    def _attribute(self, name: str) -> Any:
-        if name in self.axis:
-            return PerRank(c[self.axis[name]] for c in self.coordinates)
-        return getattr(self.graph, name)
 
-    def _lookup(self, value: Any) -> Any:
-        return self.env[value] if isinstance(value, fx.Node) else value
+def _joined(row: list[Tensor], placement: Any) -> Tensor:
+    if not isinstance(placement, Shard):
+        return row[0]
+    dim, outer = placement.dim, placement.outer
+    split = []
+    for part, units in zip(row, placement.units, strict=True):
+        shape = part.shape
+        split.append(part.reshape(*shape[:dim], outer, units, *shape[dim + 1 :]))
+    whole = torch.cat(split, dim + 1)
+    shape = row[0].shape
+    return whole.reshape(*shape[:dim], placement.size, *shape[dim + 1 :])
 
-    def _call(self, node: fx.Node) -> Any:
-        target = node.target
-        if isinstance(target, torch._ops.OpOverload) and target.namespace == "_c10d_functional":
-            return self._collective(node)
-        shared = not any(isinstance(self.env[n], PerRank) for n in node.all_input_nodes)
-        if shared:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.env.__getitem__)
-            return target(*args, **kwargs)
-        results = PerRank()
-        for rank in range(len(self.coordinates)):
-            args, kwargs = fx.node.map_arg(
-                (node.args, node.kwargs), lambda n, r=rank: _pick(self.env[n], r)
-            )
-            results.append(target(*args, **kwargs))
-        if target is operator.getitem and all(isinstance(r, int) for r in results):
-            return results
-        return results
 
-    def _collective(self, node: fx.Node) -> Any:
-        name = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
-        value = self.env[node.args[0]]
-        if name == "wait_tensor":
+class LockstepStep(CompiledStep):
+    """A compiled step that holds the parts of every rank."""
+
+    def __init__(self, function: Callable[..., Any], options: Options) -> None:
+        super().__init__(function, options)
+        self.mesh = mesh_shape(options.mode.mesh)
+        self.observe: Callable[[fx.Node, Any], None] | None = None
+        self._parts: dict[tuple[str, str], tuple[Any, Layout]] = {}
+
+    def state(self) -> dict[str, dict[str, Placed]]:
+        """Return parameters, buffers, optimizer_state and gradients as they are held."""
+        found: dict[str, dict[str, Placed]] = {
+            "parameters": {}, "buffers": {}, "optimizer_state": {}, "gradients": {}
+        }  # fmt: skip
+        table = {"parameter": "parameters", "buffer": "buffers", "state": "optimizer_state",
+                 "gradient": "gradients"}  # fmt: skip
+        for (kind, name), (value, layout) in self._parts.items():
+            if kind in table:
+                found[table[kind]][name] = Placed(self._locals(value), layout)
+        return found
+
+    def _shapes(self, world: World) -> dict[int, tuple[int, ...]]:
+        return {}
+
+    def _fetch(self, world: World, position: int) -> Tensor:
+        spec, value = world.specs[position], world.values[position]
+        if (spec.kind, spec.name) in self._parts:
+            return assembled(*self._parts[spec.kind, spec.name], self.mesh).detach().clone()
+        if isinstance(value, Tensor):
+            return value.detach().clone()
+        return torch.tensor(value, dtype=torch.float64)
+
+    def _agree(self, flag: bool) -> bool:
+        return flag
+
+    def _bind(self, graph: fx.GraphModule) -> fx.GraphModule:
+        return graph
+
+    def _read(self, position: int, spec: Any, value: Any, layout: Layout) -> Any:
+        key = (spec.kind, spec.name)
+        if spec.kind in ("argument", "hyper", "captured"):
+            return self._split(value, layout)
+        if key in self._parts and self._parts[key][1] != layout:
+            have, old = self._parts[key]
+            self._parts[key] = (self._split(assembled(have, old, self.mesh), layout), layout)
+        if key not in self._parts:
+            self._parts[key] = (self._split(value.detach().clone(), layout), layout)
+        return self._parts[key][0]
+
+    def _split(self, value: Any, layout: Layout) -> Any:
+        if not isinstance(value, Tensor):
+            return torch.tensor(value, dtype=torch.float64)
+        value = value.detach()
+        if layout.is_replicated:
             return value
-        group_name = str(node.args[-1])
-        axis = self.mesh.names.index(group_name)
-        values = value if isinstance(value, PerRank) else PerRank([value] * self.mesh.num_ranks)
-        results = PerRank([None] * self.mesh.num_ranks)
-        groups = self.mesh.groups(axis)
-        for group in groups:
-            parts = [values[r] for r in group]
-            outs = _run_collective(name, parts, node.args)
-            for rank, out in zip(group, outs, strict=True):
-                results[rank] = out
-        if len(groups) == 1 and all(r is results[0] for r in results):
-            return results[0]
-        return results
+        return PerRank(part_of(value, layout, c).clone() for c in self.mesh.coordinates())
+
+    def _execute(self, graph: fx.GraphModule, inputs: list[Any]) -> list[Any]:
+        outputs = run_lockstep(graph, inputs, self.mesh, self.observe)
+        seen: set[int] = {id(t) for x in inputs for t in _each(x)}
+        return [_unaliased(value, seen) for value in outputs]
+
+    def _store(self, kind: str, name: str, held: Any, value: Any, layout: Layout) -> None:
+        world = self._world
+        assert world is not None
+        whole = assembled(value, layout, self.mesh)
+        if kind in ("parameter", "buffer", "state", "gradient"):
+            self._parts[kind, name] = (value, layout)
+        if kind == "gradient":
+            _parameter(world, name).grad = whole.clone()
+        elif isinstance(held, Tensor) and held.shape == whole.shape:
+            held.detach().copy_(whole)
+        elif kind == "state":
+            owner = owner_of(name, {s.name: s for s in world.specs if s.kind == "parameter"})
+            assert owner is not None and world.optimizer is not None
+            path = name.removeprefix(f"{owner}.")
+            set_state(world.optimizer.state[_parameter(world, owner)], path, whole.clone())
+        else:
+            set_module_tensor(world.model, name, whole.clone())
+
+    def _clear_gradient(self, name: str) -> None:
+        assert self._world is not None
+        _parameter(self._world, name).grad = None
+        self._parts.pop(("gradient", name), None)
+
+    def _locals(self, value: Any) -> list[Any]:
+        return list(value) if isinstance(value, PerRank) else [value] * self.mesh.num_ranks
 
 
-def _run_collective(name: str, parts: list[Tensor], args: Any) -> list[Tensor]:
-    if name == "all_gather_into_tensor":
-        return [torch.cat(parts)] * len(parts)
-    if name == "all_reduce":
-        return [reduced(parts, args[1])] * len(parts)
-    if name == "reduce_scatter_tensor":
-        return list(reduced(parts, args[1]).chunk(len(parts)))
-    if name == "all_to_all_single":
-        return _all_to_all(parts, args)
-    if name in ("all_reduce_coalesced", "all_gather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"):
-        single = name.removesuffix("_coalesced")
-        columns = [_run_collective(single, list(column), args) for column in zip(*parts, strict=True)]
-        return [list(row) for row in zip(*columns, strict=True)]  # type: ignore[misc]
-    raise NotImplementedError(f"collective {name} in lock-step")
+def _each(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, PerRank) else [value]
 
 
-def _all_to_all(parts: list[Tensor], args: Any) -> list[Tensor]:
-    splits = args[2]
-    columns = [list(part.split(splits)) for part in parts]
-    return [torch.cat([column[rank] for column in columns]) for rank in range(len(parts))]
+def _unaliased(value: Any, seen: set[int]) -> Any:
+    """Clone tensors that another output or input already holds; remember the rest."""
+
+    def own(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        storage = x.untyped_storage().data_ptr() if x.numel() else id(x)
+        if id(x) in seen or storage in seen or x.untyped_storage().nbytes() > x.nbytes:
+            x = x.clone()
+            storage = x.untyped_storage().data_ptr() if x.numel() else id(x)
+        seen.update((id(x), storage))
+        return x
+
+    if not isinstance(value, PerRank):
+        return own(value)
+    done: dict[int, Any] = {}
+    return PerRank(done.setdefault(id(x), own(x)) for x in value)
 
 
-def reduced(parts: list[Tensor], op: str) -> Tensor:
-    """Reduce over ranks in the order of gloo's ring.
-
-    The flat buffer is cut in chunks; chunk c starts at rank c - 1 and walks down. Each
-    partial result is rounded to the dtype. Source: measured bitwise on torch 2.13 with
-    2, 3, 4 and 8 ranks, up to 3 million elements.
-    """
-    count = len(parts)
-    combine = {"sum": torch.add, "avg": torch.add, "max": torch.maximum, "min": torch.minimum}[op]
-    if count == 1 or op in ("max", "min"):
-        total = parts[0]
-        for part in parts[1:]:
-            total = combine(total, part)
-        return total.clone() if count == 1 else total
-    flat = torch.stack([p.reshape(-1) for p in parts])
-    out = torch.empty_like(flat[0])
-    size = max(_chunk_elements(flat.shape[1], out.element_size(), count), 1)
-    for index, start in enumerate(range(0, flat.shape[1], size)):
-        columns = slice(start, start + size)
-        total = flat[(index - 1) % count, columns]
-        for step in range(2, count + 1):
-            total = flat[(index - step) % count, columns] + total
-        out[columns] = total
-    if op == "avg":
-        out = out / count
-    return out.reshape(parts[0].shape)
-
-
-def _chunk_elements(elements: int, element_bytes: int, ranks: int) -> int:
-    segment = -(-(-(-elements * element_bytes // (2 * ranks))) // element_bytes) * element_bytes
-    if segment == 0:
-        return elements
-    segments = -(-max(-(-elements * element_bytes // segment), 2 * ranks) // ranks) * ranks
-    return segments // ranks * segment // element_bytes
-
-
-def _pick(value: Any, rank: int) -> Any:
-    return value[rank] if isinstance(value, PerRank) else value
-
-
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    last: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        last.setdefault(node, node)
-        for used in node.all_input_nodes:
-            last[used] = node
-    out: dict[fx.Node, list[fx.Node]] = {}
-    for used, node in last.items():
-        out.setdefault(node, []).append(used)
-    return out
-
-
+def _parameter(world: World, name: str) -> Any:
+    for spec, value in zip(world.specs, world.values, strict=True):
+        if spec.kind == "parameter" and spec.name == name:
+            return value
+    raise KeyError(name)

@@ -1,0 +1,192 @@
+"""Run a local graph for all ranks of a mesh in this process, node by node.
+
+Collectives work on lists with one tensor per rank, in gloo's summation order, so the
+numbers are bitwise those of real gloo processes. A value that is the same object on every
+rank is computed once.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from spmd.emit import coordinate_name
+from spmd.mesh import MeshShape
+
+_funcol = torch.ops._c10d_functional
+
+
+class PerRank(list[Any]):
+    """One value per rank, in rank order."""
+
+
+def run_lockstep(
+    graph: fx.GraphModule,
+    inputs: list[Any],
+    mesh: MeshShape,
+    observe: Callable[[fx.Node, Any], None] | None = None,
+) -> list[Any]:
+    """Run `graph` on every rank of `mesh`.
+
+    Args:
+        graph: Local graph after passes.
+        inputs: One per placeholder: a `PerRank` of local tensors, or one value that is
+            the same on every rank.
+        mesh: Axis names and sizes.
+        observe: Called with every node and its value.
+
+    Returns:
+        The graph's outputs, each a `PerRank` or one value shared by all ranks.
+    """
+    return _Walk(graph, mesh, observe).run(inputs)
+
+
+class _Walk:
+    def __init__(self, graph: fx.GraphModule, mesh: MeshShape, observe: Any) -> None:
+        self.graph, self.mesh, self.observe = graph, mesh, observe
+        self.coordinates = mesh.coordinates()
+        self.env: dict[fx.Node, Any] = {}
+        self.axis = {coordinate_name(name): i for i, name in enumerate(mesh.names)}
+
+    def run(self, inputs: list[Any]) -> list[Any]:
+        last_use = _last_uses(self.graph.graph)
+        remaining = iter(inputs)
+        for node in self.graph.graph.nodes:
+            if node.op == "placeholder":
+                self.env[node] = next(remaining)
+            elif node.op == "output":
+                return [self._lookup(leaf) for leaf in node.args[0]]
+            elif node.op == "get_attr":
+                self.env[node] = self._attribute(str(node.target))
+            else:
+                self.env[node] = self._call(node)
+            if self.observe is not None:
+                self.observe(node, self.env[node])
+            for dead in last_use.get(node, ()):
+                del self.env[dead]
+        raise AssertionError("graph without output")
+
+    def _attribute(self, name: str) -> Any:
+        if name in self.axis:
+            return PerRank(c[self.axis[name]] for c in self.coordinates)
+        return getattr(self.graph, name)
+
+    def _lookup(self, value: Any) -> Any:
+        return self.env[value] if isinstance(value, fx.Node) else value
+
+    def _call(self, node: fx.Node) -> Any:
+        target = node.target
+        if isinstance(target, torch._ops.OpOverload) and target.namespace == "_c10d_functional":
+            return self._collective(node)
+        shared = not any(isinstance(self.env[n], PerRank) for n in node.all_input_nodes)
+        if shared:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.env.__getitem__)
+            return target(*args, **kwargs)
+        results = PerRank()
+        for rank in range(len(self.coordinates)):
+            args, kwargs = fx.node.map_arg(
+                (node.args, node.kwargs), lambda n, r=rank: _pick(self.env[n], r)
+            )
+            results.append(target(*args, **kwargs))
+        if target is operator.getitem and all(isinstance(r, int) for r in results):
+            return results
+        return results
+
+    def _collective(self, node: fx.Node) -> Any:
+        name = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
+        value = self.env[node.args[0]]
+        if name == "wait_tensor":
+            return value
+        group_name = str(node.args[-1])
+        axis = self.mesh.names.index(group_name)
+        values = value if isinstance(value, PerRank) else PerRank([value] * self.mesh.num_ranks)
+        results = PerRank([None] * self.mesh.num_ranks)
+        groups = self.mesh.groups(axis)
+        for group in groups:
+            parts = [values[r] for r in group]
+            outs = _run_collective(name, parts, node.args)
+            for rank, out in zip(group, outs, strict=True):
+                results[rank] = out
+        if len(groups) == 1 and all(r is results[0] for r in results):
+            return results[0]
+        return results
+
+
+def _run_collective(name: str, parts: list[Tensor], args: Any) -> list[Tensor]:
+    if name == "all_gather_into_tensor":
+        return [torch.cat(parts)] * len(parts)
+    if name == "all_reduce":
+        return [reduced(parts, args[1])] * len(parts)
+    if name == "reduce_scatter_tensor":
+        return list(reduced(parts, args[1]).chunk(len(parts)))
+    if name == "all_to_all_single":
+        return _all_to_all(parts, args)
+    if name in ("all_reduce_coalesced", "all_gather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"):
+        single = name.removesuffix("_coalesced")
+        columns = [_run_collective(single, list(column), args) for column in zip(*parts, strict=True)]
+        return [list(row) for row in zip(*columns, strict=True)]  # type: ignore[misc]
+    raise NotImplementedError(f"collective {name} in lock-step")
+
+
+def _all_to_all(parts: list[Tensor], args: Any) -> list[Tensor]:
+    splits = args[2]
+    columns = [list(part.split(splits)) for part in parts]
+    return [torch.cat([column[rank] for column in columns]) for rank in range(len(parts))]
+
+
+def reduced(parts: list[Tensor], op: str) -> Tensor:
+    """Reduce over ranks in the order of gloo's ring.
+
+    The flat buffer is cut in chunks; chunk c starts at rank c - 1 and walks down. Each
+    partial result is rounded to the dtype. Source: measured bitwise on torch 2.13 with
+    2, 3, 4 and 8 ranks, up to 3 million elements.
+    """
+    count = len(parts)
+    combine = {"sum": torch.add, "avg": torch.add, "max": torch.maximum, "min": torch.minimum}[op]
+    if count == 1 or op in ("max", "min"):
+        total = parts[0]
+        for part in parts[1:]:
+            total = combine(total, part)
+        return total.clone() if count == 1 else total
+    flat = torch.stack([p.reshape(-1) for p in parts])
+    out = torch.empty_like(flat[0])
+    size = max(_chunk_elements(flat.shape[1], out.element_size(), count), 1)
+    for index, start in enumerate(range(0, flat.shape[1], size)):
+        columns = slice(start, start + size)
+        total = flat[(index - 1) % count, columns]
+        for step in range(2, count + 1):
+            total = flat[(index - step) % count, columns] + total
+        out[columns] = total
+    if op == "avg":
+        out = out / count
+    return out.reshape(parts[0].shape)
+
+
+def _chunk_elements(elements: int, element_bytes: int, ranks: int) -> int:
+    segment = -(-(-(-elements * element_bytes // (2 * ranks))) // element_bytes) * element_bytes
+    if segment == 0:
+        return elements
+    segments = -(-max(-(-elements * element_bytes // segment), 2 * ranks) // ranks) * ranks
+    return segments // ranks * segment // element_bytes
+
+
+def _pick(value: Any, rank: int) -> Any:
+    return value[rank] if isinstance(value, PerRank) else value
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    last: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        last.setdefault(node, node)
+        for used in node.all_input_nodes:
+            last[used] = node
+    out: dict[fx.Node, list[fx.Node]] = {}
+    for used, node in last.items():
+        out.setdefault(node, []).append(used)
+    return out
+
+
