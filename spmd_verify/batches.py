@@ -114,7 +114,10 @@ class BatchSource:
     def batch(self, step: int) -> Any:
         """Return a copy of the batch of one step as the training step gets it."""
         inputs, targets = self.parts(step)
-        return self.form.join(inputs, targets)
+        form = self.form
+        if BatchForm.of(inputs, targets) != form:
+            raise refusals.changing_batches(self._path, step)
+        return form.join(inputs, targets)
 
     def _make(self, step: int) -> tuple[Any, Any]:
         """Call the hooks for one step, under their own random stream."""

@@ -24,6 +24,7 @@ from spmd_verify.batches import (
     BatchForm,
     BatchSource,
     batch_dim,
+    cast_floating,
     declared_dims,
     leaf_paths,
 )
@@ -111,11 +112,11 @@ class LoadedCase:
         """
         seed_all(self.seed)
         model = construct(self.hooks, where=self.address, path=self.path)
-        cast_module(model, self.dtype)
         if any(is_lazy(tensor) for tensor in model.parameters()):
-            args, kwargs, _ = self.split(self.batch(0))
+            batch = cast_floating(self.batch(0), torch.get_default_dtype())
+            args, kwargs, _ = self.split(batch)
             materialise(model, args, kwargs, path=self.path)
-            cast_module(model, self.dtype)
+        cast_module(model, self.dtype)
         check_model(model, self.address)
         return model
 

@@ -84,8 +84,7 @@ def _missing_arguments(
 def cast_module(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast floating and complex parameters and buffers in place; ties and names stay."""
     for tensor in [*module.parameters(), *module.buffers()]:
-        if not is_lazy(tensor):
-            tensor.data = cast_tensor(tensor.data, dtype)
+        tensor.data = cast_tensor(tensor.data, dtype)
 
 
 def is_lazy(tensor: Any) -> bool:

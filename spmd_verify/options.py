@@ -141,7 +141,7 @@ class Options:
         _check_number("--seed", self.seed, 0)
         _check_number("--max-ranks", self.rank_limit, 1)
         if not self.timeout_seconds > 0:
-            _check_number("--timeout", self.timeout_seconds, 1)
+            raise _out_of_range("--timeout", self.timeout_seconds, "more than 0 seconds")
         check_rank_limit(self.mesh.num_ranks, self.rank_limit, self.runner)
         return self
 
@@ -175,6 +175,10 @@ def _check_choice(flag: str, value: str, choices: tuple[str, ...], *, slug: str)
 
 def _check_number(flag: str, value: float, least: int) -> None:
     if value < least:
-        raise UsageError(
-            f"Number out of range: {flag} {value!r}. Expected at least {least}", slug="bad-number"
-        )
+        raise _out_of_range(flag, value, f"at least {least}")
+
+
+def _out_of_range(flag: str, value: float, expected: str) -> UsageError:
+    return UsageError(
+        f"Number out of range: {flag} {value!r}. Expected {expected}", slug="bad-number"
+    )

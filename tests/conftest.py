@@ -1,0 +1,33 @@
+"""Shared set-up: one thread, no network, small case files on disk."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def write_case(tmp_path: Path) -> Callable[..., str]:
+    """Write a case file and return its path.
+
+    The text is put below the usual imports; `name` chooses the file's name.
+    """
+
+    def write(text: str, *, name: str = "model.py") -> str:
+        path = tmp_path / name
+        path.write_text(f"import torch\nfrom torch import nn\n\n{text}")
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def root() -> Path:
+    """Return the top of the checkout."""
+    return ROOT

@@ -1,0 +1,189 @@
+"""Imports go one way: the rules of docs/design.md part 1, read off the source."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+# The modules that the command line and the reports need on a machine without torch, and
+# what they may import: themselves, the standard library, msgspec, tabulate, rich.
+TORCH_FREE = {
+    "__init__",
+    "__main__",
+    "address",
+    "arguments",
+    "cli",
+    "config",
+    "errors",
+    "exit_codes",
+    "hf_shrink",
+    "hooks",
+    "modules",
+    "options",
+    "progress",
+    "record",
+    "refusals",
+    "reporters",
+    "reporters.json",
+    "reporters.terminal",
+    "style_ids",
+    "user_code",
+    "verdict",
+    "version",
+}
+# The comparison core sees tensors and layouts, never a process group.
+NO_DISTRIBUTED = {"verdict", "layouts", "record", "compare", "cause", "judge", "noise", "store"}
+# Only these may import the engine.
+MAY_IMPORT_SPMD = {"styles.graph", "runner.lockstep"}
+
+
+def _imports(path: Path, *, at_load_only: bool = False) -> set[str]:
+    """Return every module that a file imports, `from a import b` as `a` and `a.b`.
+
+    With `at_load_only`, imports inside functions and under TYPE_CHECKING do not count.
+    """
+    found: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        for child in ast.iter_child_nodes(node):
+            is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
+            is_typing = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+            if at_load_only and (is_function or is_typing):
+                continue
+            if isinstance(child, ast.Import):
+                found.update(alias.name for alias in child.names)
+            elif isinstance(child, ast.ImportFrom) and child.module:
+                assert child.level == 0, f"{path}: relative import"
+                found.add(child.module)
+                found.update(f"{child.module}.{alias.name}" for alias in child.names)
+            visit(child)
+
+    visit(ast.parse(path.read_text()))
+    return found
+
+
+def _modules(package: Path) -> dict[str, Path]:
+    """Return dotted names below a package with their files; the root is `__init__`."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+        found[name] = path
+    return found
+
+
+def _is_in(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+def test_the_engine_never_imports_the_checker(root: Path) -> None:
+    guilty = {
+        name
+        for name, path in _modules(root / "spmd").items()
+        if any(_is_in(imported, "spmd_verify") for imported in _imports(path))
+    }
+
+    assert guilty == set()
+
+
+def test_only_the_graph_styles_import_the_engine(root: Path) -> None:
+    guilty = {
+        name
+        for name, path in _modules(root / "spmd_verify").items()
+        if any(_is_in(imported, "spmd") for imported in _imports(path))
+    }
+
+    assert guilty <= MAY_IMPORT_SPMD
+
+
+def test_the_torch_free_modules_import_no_torch_directly(root: Path) -> None:
+    modules = _modules(root / "spmd_verify")
+    assert set(modules) >= TORCH_FREE
+
+    guilty = {
+        name
+        for name in TORCH_FREE
+        if any(
+            _is_in(imported, heavy)
+            for imported in _imports(modules[name])
+            for heavy in ("torch", "numpy", "transformers", "safetensors")
+        )
+    }
+
+    assert guilty == set()
+
+
+def test_the_torch_free_modules_load_only_each_other(root: Path) -> None:
+    modules = _modules(root / "spmd_verify")
+    reached = {
+        (name, imported.removeprefix("spmd_verify."))
+        for name in TORCH_FREE
+        for imported in _imports(modules[name], at_load_only=True)
+        if _is_in(imported, "spmd_verify")
+    }
+
+    assert {pair for pair in reached if pair[1] in modules and pair[1] not in TORCH_FREE} == set()
+
+
+def test_the_comparison_core_imports_no_process_groups(root: Path) -> None:
+    modules = _modules(root / "spmd_verify")
+    guilty = {
+        name
+        for name in NO_DISTRIBUTED & set(modules)
+        if any(_is_in(imported, "torch.distributed") for imported in _imports(modules[name]))
+    }
+
+    assert guilty == set()
+
+
+@pytest.mark.parametrize("package", ["spmd", "spmd_verify"])
+def test_there_are_no_import_cycles(root: Path, package: str) -> None:
+    modules = _modules(root / package)
+    edges = {
+        name: {
+            imported.removeprefix(f"{package}.")
+            for imported in _imports(path, at_load_only=True)
+            if imported.startswith(f"{package}.")
+        }
+        & set(modules) - {name}
+        for name, path in modules.items()
+    }
+    finished: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join([*path[path.index(name) :], name])
+        if name not in finished:
+            for below in sorted(edges[name]):
+                visit(below, (*path, name))
+            finished.add(name)
+
+    for name in modules:
+        visit(name, ())
+
+
+@pytest.mark.parametrize("package", ["spmd", "spmd_verify"])
+def test_modules_stay_below_450_lines_and_have_plain_ascii(root: Path, package: str) -> None:
+    too_long = {
+        name: lines
+        for name, path in _modules(root / package).items()
+        if (lines := len(path.read_text().splitlines())) > 450
+    }
+
+    assert too_long == {}
+    assert all(path.read_text().isascii() for path in _modules(root / package).values())
+
+
+def test_no_model_is_named_outside_the_data_file(root: Path) -> None:
+    """A name is special-cased when it stands in the source as a string of its own."""
+    from spmd_verify.hf_shrink import rules
+
+    names = {*rules()["types"], *rules()["overrides"]}
+    guilty = {
+        (name, node.value)
+        for package in ("spmd", "spmd_verify")
+        for name, path in _modules(root / package).items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and node.value in names
+    }
+
+    assert guilty == set()
