@@ -340,7 +340,8 @@ def test_the_users_step_replaces_the_whole_step(write_case: CaseWriter) -> None:
         + INPUTS
         + (
             "def get_targets():\n    return torch.ones(8, 3)\n"
-            "def step(model, optimizer, batch):\n    x, y = batch\n    return (model(x) - y).sum() * 0 + 7\n"
+            "def step(model, optimizer, batch):\n    x, y = batch\n"
+            "    return (model(x) - y).sum() * 0 + 7\n"
         )
     )
 

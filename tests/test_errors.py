@@ -16,11 +16,9 @@ def _slugs_in_source(root: Path) -> set[str]:
     found: set[str] = set()
     for path in [*(root / "spmd").rglob("*.py"), *(root / "spmd_verify").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
-            value: ast.expr | None = None
-            if (isinstance(node, ast.keyword) and node.arg == "slug") or (
-                isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "slug"
-            ):
-                value = node.value
+            named = isinstance(node, ast.keyword) and node.arg == "slug"
+            assigned = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "slug"
+            value = getattr(node, "value", None) if named or assigned else None
             if isinstance(value, ast.Constant) and isinstance(value.value, str):
                 found.add(value.value)
     return found

@@ -63,67 +63,68 @@ def test_the_fields_are_those_of_the_page() -> None:
     plain = json.loads(records.encode(_record()))
     cell = plain["cells"][0]
 
-    assert set(plain) == set(
-        [
-            "schema_version",
-            "tool",
-            "command",
-            "exit_code",
-            "environment",
-            "settings",
-            "case",
-            "discovered",
-            "cells",
-        ]
-    )
-    assert set(cell) == set(
-        [
-            "case",
-            "style",
-            "mesh",
-            "dtype",
-            "world_size",
-            "runner",
-            "verdict",
-            "message",
-            "cause",
-            "first_divergence",
-            "worst",
-            "counts",
-            "exercised",
-            "fallbacks",
-            "collectives",
-            "skipped_reason",
-            "undetermined_reason",
-            "duration_seconds",
-            "log",
-            "tensors",
-        ]
-    )
-    assert set(cell["tensors"][0]) == set(
-        [
-            "name",
-            "aliases",
-            "stage",
-            "step",
-            "run",
-            "shape",
-            "dtype",
-            "layout",
-            "ranks",
-            "verdict",
-            "error",
-            "noise",
-            "ratio",
-            "max_ulp",
-            "worst",
-            "cause",
-            "downstream_of",
-        ]
-    )
-    assert set(cell["tensors"][0]["cause"]) == set(
-        ["kind", "text", "residual", "axis", "factor", "ranks", "tensors", "remedy"]
-    )
+    assert set(plain) == {
+        "schema_version",
+        "tool",
+        "command",
+        "exit_code",
+        "environment",
+        "settings",
+        "case",
+        "discovered",
+        "cells",
+    }
+    assert set(cell) == {
+        "case",
+        "style",
+        "mesh",
+        "dtype",
+        "world_size",
+        "runner",
+        "verdict",
+        "message",
+        "cause",
+        "first_divergence",
+        "worst",
+        "counts",
+        "exercised",
+        "fallbacks",
+        "collectives",
+        "skipped_reason",
+        "undetermined_reason",
+        "duration_seconds",
+        "log",
+        "tensors",
+    }
+    assert set(cell["tensors"][0]) == {
+        "name",
+        "aliases",
+        "stage",
+        "step",
+        "run",
+        "shape",
+        "dtype",
+        "layout",
+        "ranks",
+        "verdict",
+        "error",
+        "noise",
+        "ratio",
+        "max_ulp",
+        "worst",
+        "cause",
+        "downstream_of",
+    }
+    assert set(cell["tensors"][0]["cause"]) == {
+        "kind",
+        "text",
+        "residual",
+        "axis",
+        "factor",
+        "ranks",
+        "tensors",
+        "remedy",
+    }
 
 
 @pytest.mark.parametrize(
