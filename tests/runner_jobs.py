@@ -19,7 +19,7 @@ def echo(context: Context, payload: bytes) -> bytes:
 
 
 @job
-def all_reduce(context: Context, payload: bytes) -> bytes:
+def all_reduce(context: Context, _payload: bytes) -> bytes:
     """Sum the ranks' numbers over the group."""
     import torch
     import torch.distributed as dist
@@ -31,7 +31,7 @@ def all_reduce(context: Context, payload: bytes) -> bytes:
 
 
 @job
-def threads(context: Context, payload: bytes) -> bytes:
+def threads(_context: Context, _payload: bytes) -> bytes:
     """Say how many threads torch uses and which folders a worker sees."""
     import torch
 
@@ -39,9 +39,9 @@ def threads(context: Context, payload: bytes) -> bytes:
 
 
 @job
-def talk(context: Context, payload: bytes) -> bytes:
+def talk(_context: Context, _payload: bytes) -> bytes:
     """Write to stdout from Python and to stderr below it."""
-    print("from Python")
+    print("from Python")  # noqa: T201
     os.write(2, b"from C\n")
     return b""
 

@@ -132,9 +132,7 @@ def is_follower(event: Raised) -> bool:
     """Say whether an exception only reports that another rank is gone or late."""
     if event.kind in _FOLLOWER_KINDS:
         return True
-    return event.kind == "RuntimeError" and any(
-        text in event.message for text in _FOLLOWER_TEXTS
-    )
+    return event.kind == "RuntimeError" and any(text in event.message for text in _FOLLOWER_TEXTS)
 
 
 def is_in_collective(frames: Sequence[Frame]) -> bool:
@@ -163,16 +161,14 @@ def parse_stack(text: str, thread: int) -> list[Frame]:
     return frames
 
 
-def diagnose(
-    ends: Sequence[RankEnd], *, seconds: float, is_timeout: bool, log_dir: str
-) -> Failure:
+def diagnose(ends: Sequence[RankEnd], *, seconds: float, is_timeout: bool, log_base: str) -> Failure:
     """Name the root cause of a job that did not finish on every rank.
 
     Args:
         ends: One per rank.
         seconds: How long the job ran.
         is_timeout: Whether the controller stopped it at its time limit.
-        log_dir: Folder of the rank logs, for the message.
+        log_base: Path of the rank logs without `<rank>.log`, for the message.
 
     Returns:
         The failure; followers are the ranks that neither caused it nor finished.
@@ -182,14 +178,14 @@ def diagnose(
         if isinstance(end.event, Refused):
             return _refused(end, end.event, ends)
         if isinstance(end.event, Raised) and not is_follower(end.event):
-            return _raised(end, end.event, ends, log_dir)
+            return _raised(end, end.event, ends, log_base)
         if end.exit_code is not None:
-            return _died(end, ends, seconds, log_dir)
+            return _died(end, ends, seconds, log_base)
     if is_timeout:
-        return _hung(ends, seconds, log_dir)
+        return _hung(ends, seconds, log_base)
     first = next(end for end in ordered if isinstance(end.event, Raised))
     assert isinstance(first.event, Raised)
-    return _raised(first, first.event, ends, log_dir)
+    return _raised(first, first.event, ends, log_base)
 
 
 def _refused(end: RankEnd, event: Refused, ends: Sequence[RankEnd]) -> Failure:
@@ -198,7 +194,7 @@ def _refused(end: RankEnd, event: Refused, ends: Sequence[RankEnd]) -> Failure:
     return Failure("refused", ranks or [end.rank], event.reason, event.reason, event.slug)
 
 
-def _raised(end: RankEnd, event: Raised, ends: Sequence[RankEnd], log_dir: str) -> Failure:
+def _raised(end: RankEnd, event: Raised, ends: Sequence[RankEnd], log_base: str) -> Failure:
     """Build the failure of a rank that raised; ranks with the same message count as one."""
     ranks = [other.rank for other in ends if _same_error(other.event, event)]
     where = "" if event.where is None else f" at {event.where}"
@@ -208,12 +204,12 @@ def _raised(end: RankEnd, event: Raised, ends: Sequence[RankEnd], log_dir: str) 
     followers = _followers(ends, ranks)
     message = (
         f"{_name(ranks, len(ends))} raised {event.kind}{where}{_during(end)}: {text}."
-        f"{_tell(followers, 'stopped because of it')} {_log(end, log_dir)}"
+        f"{_tell(followers, 'stopped because of it')} {_log(end, log_base)}"
     )
     return Failure("raised", ranks, message, reason, slug, event, followers)
 
 
-def _died(end: RankEnd, ends: Sequence[RankEnd], seconds: float, log_dir: str) -> Failure:
+def _died(end: RankEnd, ends: Sequence[RankEnd], seconds: float, log_base: str) -> Failure:
     """Build the failure of a rank whose process ended without a word."""
     assert end.exit_code is not None
     followers = _followers(ends, [end.rank])
@@ -232,12 +228,12 @@ def _died(end: RankEnd, ends: Sequence[RankEnd], seconds: float, log_dir: str) -
     message = (
         f"{_name([end.rank], len(ends))} stopped before answering: {how} after {seconds:.1f} s"
         f"{_during(end)}.{_tell(followers, 'waited for it and stopped')}{why}"
-        f" {_log(end, log_dir)}"
+        f" {_log(end, log_base)}"
     )
     return Failure("died", [end.rank], message, reason, "rank-died", None, followers)
 
 
-def _hung(ends: Sequence[RankEnd], seconds: float, log_dir: str) -> Failure:
+def _hung(ends: Sequence[RankEnd], seconds: float, log_base: str) -> Failure:
     """Build the failure of a job over its time limit: who is not waiting for another rank."""
     alive = [end for end in ends if not end.is_done and end.event is None]
     stuck = [end for end in alive if not is_in_collective(end.stack or [])]
@@ -256,7 +252,7 @@ def _hung(ends: Sequence[RankEnd], seconds: float, log_dir: str) -> Failure:
     message = (
         f"{reason}.{hint}{_tell(followers, 'waited for it and stopped')}"
         " If the step is only slow, raise --timeout."
-        f" {_log(culprits[0] if culprits else ends[0], log_dir)}"
+        f" {_log(culprits[0] if culprits else ends[0], log_base)}"
     )
     return Failure("hung", ranks, message, reason, "rank-hung", None, followers)
 
@@ -301,9 +297,9 @@ def _during(end: RankEnd) -> str:
     return "" if end.last_note is None else f" during {end.last_note}"
 
 
-def _log(end: RankEnd, log_dir: str) -> str:
+def _log(end: RankEnd, log_base: str) -> str:
     """Say where the rank's output is."""
-    return f"Worker output: {os.path.join(log_dir, f'rank{end.rank}.log')}"
+    return f"Worker output: {log_base}{end.rank}.log"
 
 
 def _exit_text(exit_code: int) -> str:

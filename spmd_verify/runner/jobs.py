@@ -1,0 +1,197 @@
+"""The jobs that workers run: load a case, make its reference, run a cell, judge a cell.
+
+Imported by the fork server, so what is imported here is warm in every worker. A worker keeps
+the last case it loaded, and what styles share between the cells of that case.
+"""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from spmd_verify import noise, styles
+from spmd_verify.case import LoadedCase, load_case
+from spmd_verify.compare import Statistics
+from spmd_verify.judge import Judgement, judge
+from spmd_verify.record import Cell
+from spmd_verify.runner.drive import Drive
+from spmd_verify.runner.specs import (
+    CaseReport,
+    CaseSpec,
+    CellReport,
+    CellSpec,
+    JudgeRequest,
+    ReferenceReport,
+    ReferenceSpec,
+    decode,
+    encode,
+)
+from spmd_verify.runner.worker import Context, job
+from spmd_verify.single import make_reference
+from spmd_verify.store import Store, write_store
+from spmd_verify.styles.base import StyleContext, mesh_coordinates
+from spmd_verify.trajectory import named_parameters
+
+
+@job
+def describe_case(context: Context, payload: bytes) -> bytes:
+    """Load a case and say what was found: `CaseSpec -> CaseReport`.
+
+    Raises:
+        CaseError: The case cannot be loaded.
+    """
+    case = _loaded(context, decode(payload, CaseSpec))
+    case.batch(0)
+    environment = {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "machine": platform.machine(),
+        "system": platform.system(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    }
+    return encode(
+        CaseReport(
+            path=case.path,
+            source_hash=case.source_hash,
+            user_styles=list(case.user_styles),
+            discovered=case.discovered,
+            environment=environment,
+        )
+    )
+
+
+@job
+def write_reference(context: Context, payload: bytes) -> bytes:
+    """Run a case on one device and store it: `ReferenceSpec -> ReferenceReport`.
+
+    Raises:
+        ReferenceRunError: The single-device run cannot be used.
+    """
+    spec = decode(payload, ReferenceSpec)
+    case = _loaded(context, spec.case)
+    context.note("reference runs on one device")
+    device, reference = make_reference(case)
+    context.note("noise runs")
+    measured = noise.measure(device, reference)
+    context.note("writing the reference")
+    parameters = named_parameters(device.build()[0])[0]
+    write_store(
+        Path(spec.store_path),
+        reference,
+        measured,
+        dtype=spec.case.dtype,
+        trainable=[name for name, tensor in parameters.items() if tensor.requires_grad],
+    )
+    return encode(ReferenceReport(notes=_reference_notes(reference, measured)))
+
+
+def _reference_notes(reference: Any, measured: noise.Noise) -> list[str]:
+    """Say what a reader should know about a reference."""
+    notes = list(reference.run.notes)
+    if reference.absent is not None:
+        notes.append(f"no float64 reference: {reference.absent}")
+    notes.extend(f"noise run not counted: {dropped}" for dropped in measured.dropped)
+    notes.extend(f"computed in a coarser dtype: {island}" for island in measured.islands)
+    return notes
+
+
+@job
+def run_cell(context: Context, payload: bytes) -> bytes:
+    """Run a style on this rank, or on all in lockstep: `CellSpec -> CellReport`.
+
+    Raises:
+        Unsupported: The style does not take the case.
+    """
+    spec = decode(payload, CellSpec)
+    case = _loaded(context, spec.case)
+    every = mesh_coordinates(spec.axes)
+    mesh = StyleContext(
+        axes=spec.axes,
+        coordinates=tuple(every) if spec.is_lockstep else (every[context.rank],),
+        device=torch.device(context.device_type),
+        is_lockstep=spec.is_lockstep,
+        shared=context.cache.setdefault("shared", {}),
+    )
+    run = Drive(styles.find(spec.style), case, mesh, Store(spec.store_path), context.note)
+    facts = run.run()
+    return encode(
+        CellReport(
+            statistics=encode(run.statistics),
+            fallbacks=dict(facts.get("fallbacks", {})),
+            collectives=dict(facts.get("collectives", {})),
+            captures=int(facts.get("captures", 0)),
+            notes=run.notes,
+        )
+    )
+
+
+@job
+def judge_cell(_context: Context, payload: bytes) -> bytes:
+    """Judge a cell by what its processes found: `JudgeRequest -> record.Cell`."""
+    request = decode(payload, JudgeRequest)
+    reports = [decode(part, CellReport) for part in request.parts]
+    statistics = [
+        entry
+        for report in reports
+        for entry in msgspec.msgpack.decode(report.statistics, type=list[Statistics])
+    ]
+    judgement = judge(
+        Store(request.cell.store_path),
+        statistics,
+        axes=request.cell.axes,
+        is_anchored=request.cell.case.steps > 1,
+    )
+    return encode(_cell(request, reports, judgement))
+
+
+def _cell(request: JudgeRequest, reports: list[CellReport], judgement: Judgement) -> Cell:
+    """Put a judgement into the record's form."""
+    spec = request.cell
+    notes = list(dict.fromkeys([*judgement.notes, *(n for r in reports for n in r.notes)]))
+    return Cell(
+        case=spec.case.address,
+        style=spec.style,
+        mesh=spec.mesh_text,
+        dtype=spec.case.dtype,
+        world_size=spec.num_ranks,
+        runner="lockstep" if spec.is_lockstep else "processes",
+        verdict=str(judgement.verdict),
+        message="; ".join(notes),
+        cause=judgement.cause,
+        first_divergence=judgement.first_divergence,
+        worst=judgement.worst,
+        counts={str(verdict): count for verdict, count in judgement.counts.items()},
+        exercised=judgement.exercised,
+        fallbacks=reports[0].fallbacks,
+        collectives=reports[0].collectives,
+        undetermined_reason=judgement.undetermined_reason,
+        duration_seconds=request.seconds,
+        tensors=judgement.rows,
+        unknown={
+            "captures": reports[0].captures,
+            "growth": judgement.growth,
+            "undetermined_elements": judgement.undetermined_elements,
+        },
+    )
+
+
+def _loaded(context: Context, spec: CaseSpec) -> LoadedCase:
+    """Return the case of a spec; the last one is kept, with what styles share for it."""
+    known = context.cache.get("case")
+    if known is not None and known[0] == spec:
+        case: LoadedCase = known[1]
+        return case
+    context.cache.clear()
+    case = load_case(
+        spec.address,
+        dtype=spec.dtype,
+        seed=spec.seed,
+        steps=spec.steps,
+        overrides=spec.overrides,
+    )
+    context.cache["case"] = (spec, case)
+    return case

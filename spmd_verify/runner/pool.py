@@ -52,6 +52,9 @@ _PATIENCE_SECONDS = 3.0
 _STACK_SECONDS = 0.5
 """How long to wait for the stacks of hung ranks (measured: 0.2 s, runner.md part 6)."""
 
+_HEARTBEAT_SECONDS = 5.0
+"""How often `on_note` is told again what a silent rank said last."""
+
 _LOG_TAIL_BYTES = 4_000
 _STACK_BYTES = 1_000_000
 
@@ -211,7 +214,10 @@ class Pool:
             self._dump_stacks()
         ends = [self._end_of(rank) for rank in self._ranks]
         failure = failures.diagnose(
-            ends, seconds=seconds, is_timeout=is_timeout, log_dir=self._log_dir
+            ends,
+            seconds=seconds,
+            is_timeout=is_timeout,
+            log_base=os.path.join(self._log_dir, self._name),
         )
         if not all(isinstance(end.event, Refused) for end in ends):
             self.kill()
@@ -283,7 +289,9 @@ class Pool:
                 return not is_limited_by_failure
             sources: dict[Any, _Rank] = {rank.connection: rank for rank in pending}
             sources.update({rank.process.sentinel: rank for rank in pending})
-            ready = mp_connection.wait(list(sources), remaining)
+            ready = mp_connection.wait(list(sources), min(remaining, _HEARTBEAT_SECONDS))
+            if not ready and on_note is not None and pending[0].last_note is not None:
+                on_note(pending[0].rank, pending[0].last_note)
             for rank in {sources[source].rank: sources[source] for source in ready}.values():
                 self._take(rank, on_note)
             grace = self._grace()
@@ -350,7 +358,10 @@ class Pool:
         if rank.end is None:
             stack = failures.parse_stack(_tail(rank.stack_path, _STACK_BYTES), rank.main_thread)
         return msgspec.structs.replace(
-            end, last_note=rank.last_note, stack=stack, log_tail=_tail(rank.log_path, _LOG_TAIL_BYTES)
+            end,
+            last_note=rank.last_note,
+            stack=stack,
+            log_tail=_tail(rank.log_path, _LOG_TAIL_BYTES),
         )
 
     def _dump_stacks(self) -> None:
@@ -369,7 +380,7 @@ def start_fork_server_if_needed() -> None:
     """Start the fork server with the usual list unless it runs already."""
     from multiprocessing import forkserver
 
-    if getattr(forkserver._forkserver, "_forkserver_pid", None) is None:  # noqa: SLF001
+    if getattr(forkserver._forkserver, "_forkserver_pid", None) is None:
         start_fork_server()
 
 

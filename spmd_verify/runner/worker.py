@@ -82,6 +82,7 @@ class Context:
     """
 
     def __init__(self, settings: WorkerSettings, send: Callable[[Event], None]) -> None:
+        """Take over what the worker was told; `send` gives an event to the controller."""
         self.rank = settings.rank
         self.num_ranks = settings.num_ranks
         self.device_type = settings.device_type
@@ -147,9 +148,7 @@ def main(settings_bytes: bytes, connection: Connection, lifeline: Connection) ->
         os._exit(exit_code)
 
 
-def _serve(
-    settings: WorkerSettings, connection: Connection, send: Callable[[Event], None]
-) -> int:
+def _serve(settings: WorkerSettings, connection: Connection, send: Callable[[Event], None]) -> int:
     """Run jobs until `Stop` or until one raises; return the exit code."""
     import torch
 
@@ -191,13 +190,15 @@ def _enter_group(settings: WorkerSettings, command: Job) -> None:
 
     import torch
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch._C._distributed_c10d import FileStore
 
     if settings.device_type == "cuda":
         torch.cuda.set_device(settings.rank)
-    store = dist.FileStore(settings.store_path, settings.num_ranks)
+    store = FileStore(settings.store_path, settings.num_ranks)
     dist.init_process_group(
         settings.backend,
-        store=dist.PrefixStore(f"job{command.number}", store),
+        store=PrefixStore(f"job{command.number}", store),
         rank=settings.rank,
         world_size=settings.num_ranks,
         timeout=datetime.timedelta(seconds=settings.group_timeout_seconds),
@@ -221,13 +222,13 @@ def _raised(number: int, error: BaseException) -> Raised:
         for entry in traceback.extract_tb(error.__traceback__)
     ]
     frame = user_frame(list(reversed(frames)))
-    is_ours = isinstance(error, SpmdVerifyError)
+    ours = error if isinstance(error, SpmdVerifyError) else None
     return Raised(
         job=number,
         kind=type(error).__name__,
-        message=error.message if is_ours else str(error),
-        slug=error.slug if is_ours else None,
-        detail=error.detail if is_ours else "",
+        message=str(error) if ours is None else ours.message,
+        slug=None if ours is None else ours.slug,
+        detail="" if ours is None else ours.detail,
         where=None if frame is None else f"{frame.file}:{frame.line}",
         traceback="".join(traceback.format_exception(error)),
     )

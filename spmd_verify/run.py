@@ -1,0 +1,330 @@
+"""The main job: load cases, make their references, run and judge every cell, one record.
+
+The controller's side: it computes no tensor and imports no torch. Everything else happens
+in workers of a fork server that starts first and imports while options are checked.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Final, Protocol
+
+from spmd_verify import record as records
+from spmd_verify.address import expand
+from spmd_verify.errors import RankError, SpmdVerifyError, UsageError
+from spmd_verify.exit_codes import fails
+from spmd_verify.options import Options, check_rank_limit
+from spmd_verify.record import CaseInfo, Cell, Record
+from spmd_verify.runner.failures import Failure
+from spmd_verify.runner.folders import LogFolder, work_folder
+from spmd_verify.runner.lockstep import LockstepRunner
+from spmd_verify.runner.pool import Pool, start_fork_server
+from spmd_verify.runner.processes import ProcessRunner
+from spmd_verify.runner.specs import (
+    JUDGE_JOB,
+    LOAD_JOB,
+    REFERENCE_JOB,
+    CaseReport,
+    CaseSpec,
+    CellEvidence,
+    CellSpec,
+    JudgeRequest,
+    OnNote,
+    ReferenceReport,
+    ReferenceSpec,
+    decode,
+    encode,
+)
+from spmd_verify.style_ids import select
+from spmd_verify.verdict import LIMITS
+from spmd_verify.version import __version__
+
+# The reference runs the model about 20 times where a cell runs it twice.
+_REFERENCE_PATIENCE: Final = 10.0
+_STEP: Final = re.compile(r"step (\d+)")
+
+
+class Progress(Protocol):
+    """Receives the events of a run; see `progress.Progress`."""
+
+    def note(self, text: str) -> None:
+        """Say something worth a line of its own."""
+
+    def started(self, what: str) -> None:
+        """Begin something that takes time."""
+
+    def finished(self, cell: Cell) -> None:
+        """Say how a cell ended."""
+
+    def alive(self, style: str, step: int, rank: int) -> None:
+        """Say where a running cell is."""
+
+
+def verify(options: Options, progress: Progress) -> Record:
+    """Judge every target under every selected style.
+
+    Args:
+        options: Checked options.
+        progress: Told what happens.
+
+    Returns:
+        The record, without its exit code. With `--report json=PATH` the cells finished so
+        far are in that file at any time.
+
+    Raises:
+        UsageError: Nothing was run because options or a single case are wrong. With
+            several cases, one that is wrong costs its own cells: they are `error`.
+        RankError: The single-device run of the only case died.
+    """
+    addresses = expand(options.targets)
+    needs_transformers = any(address.startswith("hf:") for address in addresses)
+    start_fork_server(["transformers"] if needs_transformers else [])
+    check_rank_limit(options.mesh.num_ranks, options.rank_limit, options.runner)
+    found = Record(
+        tool=f"spmd-verify {__version__}",
+        command=list(options.command),
+        settings=_settings(options),
+    )
+    with work_folder() as work_dir, LogFolder(options.log_dir) as logs:
+        run = _Run(options, progress, found, work_dir, logs)
+        try:
+            for address in addresses:
+                run.judge_case(address, is_only=len(addresses) == 1)
+                if run.is_stopped:
+                    break
+        finally:
+            run.stop()
+    return found
+
+
+def _settings(options: Options) -> dict[str, object]:
+    """Return the options as the record keeps them, with the limits c."""
+    return {
+        "styles": list(options.styles),
+        "mesh": [[name, size] for name, size in options.mesh.axes],
+        "dtype": options.dtype,
+        "steps": options.steps,
+        "seed": options.seed,
+        "timeout_seconds": options.timeout_seconds,
+        "runner": options.runner,
+        "strict": options.strict,
+        "overrides": dict(options.overrides),
+        "limits": {f"{dtype}/{norm}": c for (dtype, norm), c in LIMITS.items()},
+    }
+
+
+@dataclass
+class _Run:
+    """One run while it goes on."""
+
+    options: Options
+    progress: Progress
+    record: Record
+    work_dir: str
+    logs: LogFolder
+    is_stopped: bool = False
+    solo: Pool = field(init=False)
+    runner: ProcessRunner | LockstepRunner = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Describe the workers; they start when they are first needed."""
+        folders = {"work_dir": self.work_dir, "log_dir": self.logs.path}
+        self.solo = Pool(1, name="reference", **folders)
+        is_lockstep = self.options.runner == "lockstep"
+        self.runner = LockstepRunner(**folders) if is_lockstep else ProcessRunner(**folders)
+
+    def stop(self) -> None:
+        """End every process."""
+        self.runner.stop()
+        self.solo.stop()
+
+    def judge_case(self, address: str, *, is_only: bool) -> None:
+        """Judge one case under every selected style."""
+        options = self.options
+        case = CaseSpec(
+            address, options.dtype, options.seed, options.steps, dict(options.overrides)
+        )
+        styles: list[str] = []
+        try:
+            self.progress.started(f"{address}: reference on one device")
+            report = decode(self._ask_solo(LOAD_JOB, encode(case)), CaseReport)
+            self._describe(report, is_only=is_only)
+            styles = list(self._selected(address, report))
+            if not styles:
+                return
+            self.runner.prepare(options.mesh.num_ranks)
+            store_path = os.path.join(self.work_dir, f"store-{len(self.record.cells)}")
+            self._make_reference(case, store_path)
+        except SpmdVerifyError as error:
+            if is_only:
+                raise
+            self._add_wrong_case(address, styles, error)
+            return
+        for style in styles:
+            self._judge_style(case, style, store_path)
+            if self.is_stopped:
+                return
+
+    def _describe(self, report: CaseReport, *, is_only: bool) -> None:
+        """Put what loading a case told into the record; of several cases, the environment."""
+        self.record.environment = dict(report.environment)
+        if is_only:
+            self.record.case = CaseInfo(
+                path=report.path, source_hash=report.source_hash, seed=self.options.seed
+            )
+            self.record.discovered = report.discovered
+
+    def _selected(self, address: str, report: CaseReport) -> Iterator[str]:
+        """Give the styles to run on a case."""
+        for style in select(self.options.styles, report.user_styles):
+            match = self.options.match
+            if match is None or fnmatchcase(f"{address}/{style}", match):
+                yield style
+
+    def _make_reference(self, case: CaseSpec, store_path: str) -> None:
+        """Run the case on one device and store what it computes."""
+        spec = ReferenceSpec(case, store_path)
+        report = decode(self._ask_solo(REFERENCE_JOB, encode(spec)), ReferenceReport)
+        for note in report.notes:
+            self.progress.note(f"{case.address}: {note}")
+        notes = self.record.unknown.setdefault("notes", {})
+        notes[case.address] = report.notes
+
+    def _ask_solo(self, function: str, payload: bytes) -> bytes:
+        """Run a job in the reference worker.
+
+        Raises:
+            SpmdVerifyError: What the job raised, or `RankError` where the worker died.
+        """
+        answer = self.solo.run(
+            function,
+            payload,
+            timeout_seconds=self.options.timeout_seconds * _REFERENCE_PATIENCE,
+        )
+        if isinstance(answer, Failure):
+            if answer.error is None or answer.error.slug is None:
+                self.logs.is_kept = True
+            answer.reraise()
+        return answer[0]
+
+    def _judge_style(self, case: CaseSpec, style: str, store_path: str) -> None:
+        """Run and judge one cell and put it into the record."""
+        spec = CellSpec(
+            case=case,
+            style=style,
+            axes=self.options.mesh.resolve(style),
+            store_path=store_path,
+            is_lockstep=self.options.runner == "lockstep",
+            timeout_seconds=self.options.timeout_seconds,
+        )
+        self.progress.started(f"{case.address}/{style} on {spec.mesh_text}")
+        answer = self.runner.run_cell(spec, self._heartbeat(style))
+        if isinstance(answer, CellEvidence):
+            self._add(self._judged(spec, answer))
+        else:
+            self._add(self._failed(spec, answer))
+
+    def _judged(self, spec: CellSpec, evidence: CellEvidence) -> Cell:
+        """Let the reference worker judge what the ranks found."""
+        request = JudgeRequest(spec, evidence.parts, evidence.seconds)
+        try:
+            return decode(self._ask_solo(JUDGE_JOB, encode(request)), Cell)
+        except RankError as error:
+            self.logs.is_kept = True
+            message = f"The judge failed: {error}"
+            return _empty_cell(spec, verdict="error", message=message, log=self.logs.path)
+
+    def _failed(self, spec: CellSpec, failure: Failure) -> Cell:
+        """Return the cell of a style that refused, or of ranks that failed."""
+        if failure.kind == "refused":
+            reason = " ".join(failure.reason.split())
+            return _empty_cell(spec, verdict="unsupported", message=reason, skipped_reason=reason)
+        self.logs.is_kept = True
+        rank = failure.ranks[0] if failure.ranks else 0
+        log = os.path.join(self.logs.path, f"{self.runner.name}{rank}.log")
+        message = f"{failure.message} [{failure.slug}]"
+        return _empty_cell(spec, verdict="error", message=message, log=log)
+
+    def _heartbeat(self, style: str) -> OnNote:
+        """Return what tells the progress where the ranks of a cell are."""
+
+        def on_note(rank: int, text: str) -> None:
+            step = _STEP.search(text)
+            self.progress.alive(style, int(step[1]) if step else 0, rank)
+
+        return on_note
+
+    def _add_wrong_case(self, address: str, styles: list[str], error: SpmdVerifyError) -> None:
+        """Give every cell of a case that cannot be judged the verdict `error`."""
+        case = CaseSpec(address, self.options.dtype, self.options.seed, self.options.steps, {})
+        chosen = styles or list(select(self.options.styles))
+        for style in chosen:
+            axes = self.options.mesh.resolve(style)
+            is_lockstep = self.options.runner == "lockstep"
+            spec = CellSpec(case, style, axes, "", is_lockstep, self.options.timeout_seconds)
+            self._add(_empty_cell(spec, verdict="error", message=str(error)))
+
+    def _add(self, cell: Cell) -> None:
+        """Put a finished cell into the record, and the record on disk where one is asked for."""
+        self.record.cells.append(cell)
+        self.progress.finished(cell)
+        for report_format, path in self.options.reports:
+            if report_format == "json" and path != "-":
+                _save(self.record, path)
+        is_failing = cell.verdict == "error" or fails(cell, strict=self.options.strict)
+        self.is_stopped = self.options.stop_at_first and is_failing
+
+
+def _empty_cell(
+    spec: CellSpec,
+    *,
+    verdict: str,
+    message: str,
+    log: str | None = None,
+    skipped_reason: str | None = None,
+) -> Cell:
+    """Return a cell without rows."""
+    return Cell(
+        case=spec.case.address,
+        style=spec.style,
+        mesh=spec.mesh_text,
+        dtype=spec.case.dtype,
+        world_size=spec.num_ranks,
+        runner="lockstep" if spec.is_lockstep else "processes",
+        verdict=verdict,
+        message=message,
+        log=log,
+        skipped_reason=skipped_reason,
+    )
+
+
+def _save(record: Record, path: str) -> None:
+    """Write the record so far whole or not at all.
+
+    Raises:
+        UsageError: `report-not-written`.
+    """
+    target = Path(path)
+    try:
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    except OSError as error:
+        raise UsageError(
+            f"Cannot write the report: {path!r}. Got {error.strerror}. Name a file in a folder "
+            f"that exists and can be written",
+            slug="report-not-written",
+        ) from error
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(records.encode(record))
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(target)
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)

@@ -1,0 +1,167 @@
+"""Drive one style through the runs of a cell, in one process: a rank, or all of them.
+
+Two builds of the style, one after the other. *Free*: steps follow each other. *Anchored*:
+every step n >= 1 starts from the reference's state after step n - 1, written into the live
+tensors in place by the checker's own shard arithmetic. Each build calls the step once per
+step; what it shows is compared at once and not kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from spmd_verify.case import LoadedCase
+from spmd_verify.compare import Statistics, compare, hyper_parameter_differences
+from spmd_verify.errors import SpmdVerifyError
+from spmd_verify.layouts import region
+from spmd_verify.store import Store
+from spmd_verify.styles.base import Observation, Observed, Style, StyleContext, StyleRun
+from spmd_verify.trajectory import hyper_parameters, restore_hyper_parameters
+from spmd_verify.user_code import one_line
+
+
+class Drive:
+    """One cell in one process.
+
+    Attributes:
+        statistics: What was compared so far.
+        notes: What the report says besides.
+    """
+
+    def __init__(
+        self,
+        style: Style,
+        case: LoadedCase,
+        context: StyleContext,
+        store: Store,
+        note: Callable[[str], None],
+    ) -> None:
+        """Remember what to run.
+
+        Args:
+            style: What to build.
+            case: The loaded case.
+            context: Where this process stands on the mesh.
+            store: The reference.
+            note: Says what is being done.
+        """
+        self.style = style
+        self.case = case
+        self.context = context
+        self.store = store
+        self.note = note
+        self.mesh_shape = tuple(context.axes.values())
+        self.statistics: list[Statistics] = []
+        self.notes: list[str] = []
+
+    def run(self) -> dict[str, Any]:
+        """Run the free and the anchored build and compare everything seen.
+
+        Returns:
+            The style's facts.
+
+        Raises:
+            Unsupported: The style does not take the case.
+        """
+        self.note("building the free run")
+        free = self.style.build(self.case, self.context)
+        self._compare("free", 0, {"initial_state": _initial_state(free)})
+        for index in range(self.case.steps):
+            self._compare("free", index, self._step(free, index, "free"))
+            self._compare("free", index, free.state())
+        facts = dict(free.facts())
+        if self.case.steps > 1:
+            self._run_anchored()
+        self._evaluate(free)
+        return facts
+
+    def _run_anchored(self) -> None:
+        """Run the anchored build; its step 0 is the free run's and is not compared again."""
+        self.note("building the anchored run")
+        anchored = self.style.build(self.case, self.context)
+        self._step(anchored, 0, "anchored")
+        for index in range(1, self.case.steps):
+            anchor(anchored, self.store, index, self.mesh_shape)
+            self._compare("anchored", index, self._step(anchored, index, "anchored"))
+
+    def _step(self, run: StyleRun, index: int, name: str) -> Observation:
+        """Run one step from its seed."""
+        self.note(f"step {index} of the {name} run")
+        if name == "free":
+            self._compare_hyper_parameters(run, index)
+        batch = self.case.batch(index)
+        self.case.seed_step(index)
+        return run.step(index, batch)
+
+    def _compare(self, run: str, step: int, observation: Observation) -> None:
+        """Compare what this process holds with its slice of the reference."""
+        self.statistics += compare(
+            self.store, observation, run=run, step=step, mesh_shape=self.mesh_shape
+        )
+
+    def _compare_hyper_parameters(self, run: StyleRun, index: int) -> None:
+        """Compare learning rates and the like before a step of the free run."""
+        values = hyper_parameters(run.optimizers())
+        self.statistics += hyper_parameter_differences(
+            self.store, values, run="free", step=index, coordinate=self.context.coordinates[0]
+        )
+
+    def _evaluate(self, run: StyleRun) -> None:
+        """Run the eval forward as the last act; its failure costs the stage, not the cell."""
+        self.note("the eval forward")
+        self.case.seed_step(self.case.steps)
+        try:
+            outputs = run.evaluate(self.case.batch(0))
+        except SpmdVerifyError as error:
+            self.notes.append(f"the eval forward failed: {one_line(error)}")
+            return
+        if outputs is not None:
+            self._compare("free", self.case.steps - 1, {"eval_outputs": outputs})
+
+
+def anchor(run: StyleRun, store: Store, index: int, mesh_shape: tuple[int, ...]) -> None:
+    """Write the reference's state before step `index` into a run, in place.
+
+    Tensors the reference does not know are left alone; so is state the style has not made.
+
+    Args:
+        run: Stepped at least once.
+        store: The reference.
+        index: >= 1.
+        mesh_shape: Ranks along each axis.
+    """
+    for stage, tensors in run.state().items():
+        for name, seen in tensors.items():
+            if store.entry(index - 1, stage, name) is not None:
+                _write(seen, store, (index - 1, stage, name), mesh_shape)
+    optimizers = run.optimizers()
+    if optimizers:
+        restore_hyper_parameters(optimizers, store.index.hyper_parameters[index])
+
+
+def _write(
+    seen: Observed, store: Store, key: tuple[int, str, str], mesh_shape: tuple[int, ...]
+) -> None:
+    """Copy each coordinate's part of a stored tensor into the live local one.
+
+    A tensor that several ranks share in lockstep is written once.
+    """
+    entry = store.entry(*key)
+    assert entry is not None, "the caller has asked for it"
+    written: set[int] = set()
+    with torch.no_grad():
+        for local, coordinate in zip(seen.local, seen.coordinates, strict=True):
+            if id(local) in written:
+                continue
+            written.add(id(local))
+            part = region(entry.shape, seen.layout, mesh_shape, coordinate)
+            local.copy_(store.expected(*key, part))
+
+
+def _initial_state(run: StyleRun) -> dict[str, Observed]:
+    """Return parameters and buffers before step 0."""
+    state = run.state()
+    return {**state.get("parameters", {}), **state.get("buffers", {})}

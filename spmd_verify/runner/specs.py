@@ -1,0 +1,169 @@
+"""What jobs are asked and what they answer, as msgpack structures. Torch-free.
+
+A case crosses processes as its address and settings only; every process loads it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from spmd_verify.runner.failures import Failure
+
+_T = TypeVar("_T")
+
+LOAD_JOB = "spmd_verify.runner.jobs:describe_case"
+REFERENCE_JOB = "spmd_verify.runner.jobs:write_reference"
+CELL_JOB = "spmd_verify.runner.jobs:run_cell"
+JUDGE_JOB = "spmd_verify.runner.jobs:judge_cell"
+
+
+class CaseSpec(msgspec.Struct, frozen=True):
+    """Everything `case.load_case` needs.
+
+    Attributes:
+        address: As typed.
+        dtype: `float32`, `float64` or `bfloat16`.
+        seed: The base seed.
+        steps: Training steps per run.
+        overrides: See `case.load_case`.
+    """
+
+    address: str
+    dtype: str
+    seed: int
+    steps: int
+    overrides: dict[str, str]
+
+
+class CaseReport(msgspec.Struct, frozen=True):
+    """What loading a case told.
+
+    Attributes:
+        path: The user's file, or the address where there is none.
+        source_hash: SHA-256 of the case file.
+        user_styles: Names of the file's own styles.
+        discovered: What was found for every hook.
+        environment: Versions and machine, for the record.
+    """
+
+    path: str
+    source_hash: str
+    user_styles: list[str]
+    discovered: dict[str, str]
+    environment: dict[str, str]
+
+
+class ReferenceSpec(msgspec.Struct, frozen=True):
+    """Make the reference of a case and write it to a store."""
+
+    case: CaseSpec
+    store_path: str
+
+
+class ReferenceReport(msgspec.Struct, frozen=True):
+    """What making a reference told.
+
+    Attributes:
+        notes: What a reader should know: runs dropped, float64 absent, islands.
+    """
+
+    notes: list[str]
+
+
+class CellSpec(msgspec.Struct, frozen=True):
+    """One cell: a case under one style on one mesh.
+
+    Attributes:
+        case: The case.
+        style: A name that `styles.find` knows.
+        axes: Mesh axes in mesh order, `{name: ranks}`.
+        store_path: Where the reference is.
+        is_lockstep: Whether one process holds all ranks.
+        timeout_seconds: Time limit of the cell.
+    """
+
+    case: CaseSpec
+    style: str
+    axes: dict[str, int]
+    store_path: str
+    is_lockstep: bool
+    timeout_seconds: float
+
+    @property
+    def num_ranks(self) -> int:
+        """World size of the cell's mesh."""
+        count = 1
+        for size in self.axes.values():
+            count *= size
+        return count
+
+    @property
+    def mesh_text(self) -> str:
+        """The mesh as records hold it, `dp=2,tp=2`."""
+        return ",".join(f"{name}={size}" for name, size in self.axes.items())
+
+
+class CellEvidence(msgspec.Struct, frozen=True):
+    """What the processes of a cell found.
+
+    Attributes:
+        parts: One encoded report per process: per rank, or one for all under lockstep.
+        seconds: Wall time of the cell.
+    """
+
+    parts: list[bytes]
+    seconds: float
+
+
+class CellReport(msgspec.Struct, frozen=True):
+    """What one process of a cell found.
+
+    Attributes:
+        statistics: msgpack of `list[compare.Statistics]`.
+        fallbacks: Operators that were gathered and replicated, with how often.
+        collectives: Collectives of one step by kind.
+        captures: How often the step was captured.
+        notes: What the report says besides, such as why an eval forward failed.
+    """
+
+    statistics: bytes
+    fallbacks: dict[str, int]
+    collectives: dict[str, int]
+    captures: int
+    notes: list[str]
+
+
+class JudgeRequest(msgspec.Struct, frozen=True):
+    """Judge a cell by what its processes found; answered by one encoded `record.Cell`."""
+
+    cell: CellSpec
+    parts: list[bytes]
+    seconds: float
+
+
+OnNote = Callable[[int, str], None]
+
+
+class Runner(Protocol):
+    """Runs cells; nothing above this knows whether ranks are processes."""
+
+    def run_cell(self, spec: CellSpec, on_note: OnNote | None = None) -> CellEvidence | Failure:
+        """Run one cell; a rank that fails costs the cell and nothing else."""
+        ...
+
+    def stop(self) -> None:
+        """End every process of the runner."""
+        ...
+
+
+def encode(value: Any) -> bytes:
+    """Return a spec or an answer as msgpack bytes."""
+    return msgspec.msgpack.encode(value)
+
+
+def decode(message: bytes, kind: type[_T]) -> _T:
+    """Read what `encode` wrote."""
+    return msgspec.msgpack.decode(message, type=kind)

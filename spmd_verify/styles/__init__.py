@@ -1,0 +1,44 @@
+"""The styles that can be run, by name. Torch-free until one is asked for."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Final
+
+from spmd_verify.errors import Unsupported
+
+if TYPE_CHECKING:
+    from spmd_verify.styles.base import Style
+
+ENTRY_POINT_GROUP: Final = "spmd_verify.styles"
+"""Third parties add styles under this group of entry points, `name = package.module:STYLE`."""
+
+_HOMES: Final[dict[str, str]] = {
+    "replicate": "spmd_verify.styles.graph:REPLICATE",
+    "fully_shard": "spmd_verify.styles.graph:FULLY_SHARD",
+    "default": "spmd_verify.styles.graph:DEFAULT",
+    "dtensor_expand": "spmd_verify.styles.graph:DTENSOR_EXPAND",
+}
+
+
+def find(name: str) -> Style:
+    """Return a style: built-in, of an entry point, or by its place `package.module:STYLE`.
+
+    Raises:
+        Unsupported: `style-not-yet`, where this version knows no such style.
+    """
+    home = _HOMES.get(name)
+    if home is None and ":" in name:
+        home = name
+    if home is None:
+        found = [entry for entry in entry_points(group=ENTRY_POINT_GROUP) if entry.name == name]
+        if not found:
+            raise Unsupported(
+                f"Style cannot be run yet: {name!r}. This version runs {', '.join(_HOMES)}",
+                slug="style-not-yet",
+            )
+        home = found[0].value
+    module, _, attribute = home.partition(":")
+    style: Style = getattr(import_module(module), attribute)
+    return style

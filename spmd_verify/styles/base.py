@@ -1,0 +1,101 @@
+"""What a style is: how one way of running a training step in parallel is driven and read.
+
+A style builds a `StyleRun` on every rank (or once, for all ranks, in lockstep). The runner
+calls `step` once per training step, reads `state` between steps, and may copy other values
+into the tensors that `state` returned. The judge sees `Observed` values only.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from spmd_verify.case import LoadedCase
+from spmd_verify.trajectory import Observation, Observed
+
+__all__ = ["Observation", "Observed", "Style", "StyleContext", "StyleRun"]
+
+
+@dataclass(frozen=True)
+class StyleContext:
+    """Where a style is built.
+
+    Attributes:
+        axes: Mesh axes in mesh order, `{name: ranks}`.
+        coordinates: Coordinates of the ranks whose tensors are in this process: one under
+            `processes`, all of the mesh under `lockstep`.
+        device: Where the tensors are.
+        is_lockstep: Whether this process holds every rank.
+        shared: Kept between the cells of one case in this process, for what styles can
+            use again, such as a captured step; keys begin with the style's module.
+    """
+
+    axes: Mapping[str, int]
+    coordinates: tuple[tuple[int, ...], ...]
+    device: torch.device
+    is_lockstep: bool
+    shared: MutableMapping[str, Any] = field(default_factory=dict)
+
+    def device_mesh(self) -> Any:
+        """Return the torch DeviceMesh of the running process group."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        names = tuple(self.axes)
+        return init_device_mesh(self.device.type, tuple(self.axes.values()), mesh_dim_names=names)
+
+
+class StyleRun(Protocol):
+    """One built model under one style, stepped from 0 on."""
+
+    def step(self, index: int, batch: Any) -> Observation:
+        """Run one training step on the global batch; the caller has set the seeds.
+
+        Returns:
+            What happened inside: `inputs`, `module_outputs`, `loss`, `gradients`, `clipping`.
+        """
+        ...
+
+    def state(self) -> Observation:
+        """Return `parameters`, `buffers`, `optimizer_state`; the tensors are the live ones."""
+        ...
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers; their groups hold the live hyper-parameters."""
+        ...
+
+    def evaluate(self, batch: Any) -> Mapping[str, Observed] | None:
+        """Run one eval forward on the global batch; None where the style has none."""
+        ...
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return what the cell reports of the style: `fallbacks`, `collectives`, `captures`."""
+        ...
+
+
+class Style(Protocol):
+    """One way of running a case in parallel.
+
+    Attributes:
+        name: Its id in `spmd-verify styles`.
+        runners: The runners that can run it.
+    """
+
+    name: str
+    runners: frozenset[str]
+
+    def build(self, case: LoadedCase, context: StyleContext) -> StyleRun:
+        """Build model, optimizer and parallel step on this rank, or on all in lockstep.
+
+        Raises:
+            Unsupported: The style does not take the case; one line says why.
+        """
+        ...
+
+
+def mesh_coordinates(axes: Mapping[str, int]) -> list[tuple[int, ...]]:
+    """Return the coordinate of every rank, in rank order: the last axis runs fastest."""
+    return list(itertools.product(*(range(size) for size in axes.values())))
