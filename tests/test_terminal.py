@@ -164,6 +164,6 @@ def test_under_strict_such_a_cell_gets_its_paragraph() -> None:
 
 
 def test_notes_of_the_case_are_printed_last() -> None:
-    record = Record(cells=[_cell()], settings={"notes": ["a projection is used"]})
+    record = Record(cells=[_cell()], unknown={"notes": {"mlp.py": ["a projection is used"]}})
 
-    assert render(record).splitlines()[-1] == "a projection is used"
+    assert render(record).splitlines()[-1] == "note: mlp.py: a projection is used"

@@ -177,7 +177,8 @@ def _summary(record: Record) -> str:
         for cell in judged
         if cell.verdict not in ("mismatch", "semantic") and cell.counts.get("mismatch")
     ]
-    lines += [str(note) for note in record.settings.get("notes", [])]
+    for address, notes in record.unknown.get("notes", {}).items():
+        lines += [f"note: {address}: {note}" for note in notes]
     return "\n".join(lines)
 
 
