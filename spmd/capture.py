@@ -129,7 +129,7 @@ def _fake(mode: FakeTensorMode, value: Any, shape: tuple[int, ...] | None) -> Te
     if not isinstance(value, Tensor):
         value = torch.tensor(value, dtype=torch.float64)
     plain = value.detach()
-    if shape is not None and shape != tuple(plain.shape):
+    if shape is not None:
         with mode:
             fake = torch.empty(shape, dtype=plain.dtype, device=plain.device)
     else:

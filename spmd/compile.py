@@ -18,8 +18,8 @@ from spmd.placed import Placed
 from spmd.planning import batch_dims, owner_of
 from spmd.program import Signature
 from spmd.ranks import ProcessRanks, local_of
-from spmd.session import CompiledStep, Options
-from spmd.writeback import set_module_tensor, set_state
+from spmd.session import CompiledStep, Executable, Options
+from spmd.writeback import replace_parameters, set_module_tensor, set_state
 
 
 def compile(
@@ -48,7 +48,7 @@ def compile(
     Returns:
         A decorator for `step(model, optimizer, *batch)`. The compiled step is called by
         every rank; it returns the global loss on every rank. Module parameters become
-        DTensors, the same Python objects.
+        DTensors, in the module and in the optimizer.
 
     Raises:
         UsageError: `batch-kind`.
@@ -175,22 +175,46 @@ class RankStep(CompiledStep):
             return torch.tensor(value, dtype=torch.float64)
         if spec.kind == "argument":
             return self._argument(position, value, layout)
-        if spec.kind in ("parameter", "buffer") and spec.name and not self._layouts.get((spec.kind, spec.name)):
+        if spec.kind == "buffer" and (spec.kind, spec.name) not in self._layouts:
             ranks.same_everywhere(spec.name, value)
         if spec.kind != "captured":
             self._layouts[spec.kind, spec.name] = layout
-        if spec.kind == "parameter":
-            ranks.adopt_parameter(value, layout)  # type: ignore[arg-type]
-        elif spec.kind == "state" and value.dim() and ranks.global_shape(value) is None:
-            self._adopt_state(value, layout)
-        elif ranks.global_shape(value) is None and not layout.is_replicated:
+        if ranks.global_shape(value) is None and not layout.is_replicated:
             return ranks.part(value.detach(), layout)
         return local_of(value.detach())
 
-    def _adopt_state(self, value: Tensor, layout: Layout) -> None:
-        shape = tuple(value.shape)
-        held = self.ranks.held(self.ranks.part(value.detach(), layout).clone(), layout, shape)
-        torch.utils.swap_tensors(value, held)
+    def _run(self, executable: Executable, world: World) -> list[Any]:
+        self._adopt(executable, world)
+        return super()._run(executable, world)
+
+    def _adopt(self, executable: Executable, world: World) -> None:
+        """Turn plain parameters and their state into DTensors, once, before anything runs."""
+        fresh: dict[int, nn.Parameter] = {}
+        for position, spec in enumerate(world.specs):
+            value, layout = world.values[position], executable.inputs[position]
+            if not isinstance(value, Tensor) or self.ranks.global_shape(value) is not None:
+                continue
+            if spec.kind == "parameter":
+                self.ranks.same_everywhere(spec.name, value)
+                fresh[id(value)] = self.ranks.adopted(value, layout)
+                world.values[position] = fresh[id(value)]
+            elif spec.kind == "state" and value.dim():
+                local = self.ranks.part(value.detach(), layout).clone()
+                world.values[position] = self.ranks.held(local, layout, tuple(value.shape))
+        if fresh:
+            replace_parameters(world.model, world.optimizer, fresh)
+            self._adopt_states(executable, world)
+
+    def _adopt_states(self, executable: Executable, world: World) -> None:
+        parameters = {s.name: s for s in world.specs if s.kind == "parameter"}
+        for spec, value in zip(world.specs, world.values, strict=True):
+            if spec.kind == "gradient":
+                position = world.specs.index(spec)
+                world.values[position] = self._parameter(world, spec.name).grad
+            owner = owner_of(spec.name, parameters) if spec.kind == "state" else None
+            if owner is not None and world.optimizer is not None:
+                path = spec.name.removeprefix(f"{owner}.")
+                set_state(world.optimizer.state[self._parameter(world, owner)], path, value)
 
     def _argument(self, position: int, value: Tensor, layout: Layout) -> Tensor:
         value = value.detach()
@@ -214,7 +238,7 @@ class RankStep(CompiledStep):
         ]
 
     def _store(self, kind: str, name: str, held: Any, value: Any, layout: Layout) -> None:
-        world, ranks = self._world, self.ranks
+        world = self._world
         assert world is not None
         if kind != "captured":
             self._layouts[kind, name] = layout
@@ -227,7 +251,6 @@ class RankStep(CompiledStep):
             self._store_state(world, name, value, layout)
         else:
             set_module_tensor(world.model, name, value)
-        assert ranks is not None
 
     def _parameter(self, world: World, name: str) -> nn.Parameter:
         return self._held(world, "parameter", name)

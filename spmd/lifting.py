@@ -1,17 +1,14 @@
-"""The world of a training step as named inputs, and fakes in its place while it is traced.
+"""The world of a training step as named inputs.
 
 `lift` lists everything the step can read: parameters, buffers, gradients, optimizer
-state, hyper-parameters, plain tensor attributes of modules and the arguments. `swapped`
-puts other tensors in their place, lets the step run, and collects what the step left
-behind.
+state, hyper-parameters, plain tensor attributes of modules and the arguments.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spmd.errors import StepArgumentsError, UsageError
-from spmd.program import InputSpec
+from spmd.places import reachable
+from spmd.program import InputSpec, Lifted
 
 _REFUSED_OPTIMIZERS = ("LBFGS", "SparseAdam")
 
@@ -34,8 +32,11 @@ class World:
         model: The one module among the arguments.
         optimizer: The one optimizer, or None.
         specs: One per lifted value, in the order of the graph's placeholders.
-        values: The values, in the same order: tensors, or floats for hyper-parameters.
+        values: The values, in the same order: tensors, or ints and floats for the kind
+            `hyper`; `tensor_of` turns those into inputs of the graph.
         flat_args: Leaves of (args, kwargs), tensors replaced by their position in `specs`.
+        opaque: Leaves of the arguments that are no pytree but hold tensors in attributes.
+        function: The step.
         args_spec: How to rebuild (args, kwargs).
         static: What was not lifted and is therefore guarded by equality.
         names: id of each parameter -> its name.
@@ -46,6 +47,8 @@ class World:
     specs: list[InputSpec] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
     flat_args: list[Any] = field(default_factory=list)
+    opaque: list[Any] = field(default_factory=list)
+    function: Callable[..., Any] | None = None
     args_spec: Any = None
     static: tuple[Any, ...] = ()
     names: dict[int, str] = field(default_factory=dict)
@@ -55,13 +58,6 @@ class World:
         self.specs.append(spec)
         self.values.append(value)
         return len(self.specs) - 1
-
-
-@dataclass(frozen=True)
-class Lifted:
-    """Stands in `World.flat_args` for the lifted tensor at `position`."""
-
-    position: int
 
 
 def _is_leaf(value: Any) -> bool:
@@ -134,13 +130,30 @@ def parameter_names(model: nn.Module, optimizer: Optimizer | None) -> dict[int, 
     return names
 
 
-def lift(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> World:
+def tensor_of(value: Any) -> Tensor:
+    """Return a lifted value as an input of the graph: numbers become 0-dim tensors.
+
+    Tensors are returned as they are, without autograd history.
+    """
+    if isinstance(value, Tensor):
+        return value.detach()
+    return torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
+
+
+def lift(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    counters: Collection[str] = (),
+) -> World:
     """List everything `function(*args, **kwargs)` can read.
 
     Args:
         function: The training step, for the names of its arguments.
         args: Its positional arguments; global tensors.
         kwargs: Its keyword arguments.
+        counters: Names of Python numbers an earlier capture saw the step change
+            (`Program.counters`); they become inputs, so that the graph can be reused.
 
     Returns:
         The world; tensors in it are the caller's own objects.
@@ -150,7 +163,7 @@ def lift(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
             optimizer.
     """
     model, optimizer = find_model_and_optimizer(args, kwargs)
-    world = World(model, optimizer)
+    world = World(model, optimizer, function=function)
     params, aliases = named_unique(model.named_parameters(remove_duplicate=False))
     for name, tensor in params.items():
         spec = InputSpec("parameter", name, aliases[name], tensor.requires_grad)
@@ -180,6 +193,7 @@ def lift(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     for name, tensor in _attributes(model).items():
         world.add(InputSpec("captured", name), tensor)
     _lift_arguments(world, function, args, kwargs, static)
+    _lift_counters(world, counters)
     static += [(name, m.training) for name, m in model.named_modules()]
     static += [(s.kind, s.name, s.aliases, s.requires_grad) for s in world.specs]
     static += [(tuple(v.shape), v.dtype, v.device) for v in world.values if isinstance(v, Tensor)]
@@ -199,7 +213,9 @@ def _lift_optimizer(world: World, names: dict[int, str], static: list[Any]) -> N
                 name = f"{names[id(tensor)]}.{path_name(path)}"
                 if isinstance(leaf, Tensor):
                     world.add(InputSpec("state", name), leaf)
-                elif not isinstance(leaf, int | float):
+                elif type(leaf) in (int, float):
+                    world.add(InputSpec("hyper", f"state.{name}"), leaf)
+                else:
                     static.append((name, repr(leaf)))
     for index, group in enumerate(optimizer.param_groups):
         for path, leaf in pytree.tree_flatten_with_path(_hypers(group))[0]:
@@ -245,11 +261,57 @@ def _lift_arguments(
             world.flat_args.append(leaf)
             if not _is_leaf(leaf):
                 static.append((path_name(path), type(leaf).__name__, _guardable(leaf)))
+                if not isinstance(leaf, _PLAIN):
+                    _lift_opaque(world, path_name(path[1:]), leaf, static)
     static.append(str(world.args_spec))
 
 
+_PLAIN = (int, float, str, bytes, bool, type(None))
+
+
 def _guardable(value: Any) -> Any:
-    return value if isinstance(value, int | float | str | bytes | bool | None) else id(value)
+    return value if isinstance(value, _PLAIN) else id(value)
+
+
+def _lift_opaque(world: World, name: str, leaf: Any, static: list[Any]) -> None:
+    """Lift the tensors in the attributes of an argument pytree does not know."""
+    world.opaque.append(leaf)
+    known = {id(v) for v in world.values if isinstance(v, Tensor)}
+    for container in reachable({name: leaf}, {id(world.model), id(world.optimizer)}):
+        for key, value in container.slots().items():
+            if isinstance(value, Tensor) and id(value) not in known:
+                known.add(id(value))
+                world.add(InputSpec("argument", container.place(key).name), value)
+            elif isinstance(value, _PLAIN):
+                static.append((container.place(key).name, value))
+
+
+def roots_of(world: World) -> tuple[dict[str, Any], set[int]]:
+    """Return where the search for a step's containers starts, and what it leaves out.
+
+    Optimizer state is left out: its keys are parameters, which are swapped themselves.
+    """
+    roots: dict[str, Any] = {"": world.model}
+    skip = {id(world), id(world.specs), id(world.values)}
+    if world.optimizer is not None:
+        roots |= {str(i): group for i, group in enumerate(world.optimizer.param_groups)}
+        roots |= {"optimizer": world.optimizer}
+        skip |= {id(world.optimizer.state)}
+    roots |= {"arguments": tuple(world.opaque), "step": world.function}
+    return roots, skip
+
+
+def _lift_counters(world: World, counters: Collection[str]) -> None:
+    """Lift Python numbers that change from step to step."""
+    if not counters:
+        return
+    lifted = {spec.name for spec in world.specs if spec.kind == "hyper"}
+    for container in reachable(*roots_of(world)):
+        for key, value in container.slots().items():
+            name = container.place(key).name
+            if name in counters and name not in lifted and type(value) in (int, float):
+                lifted.add(name)
+                world.add(InputSpec("hyper", name), value)
 
 
 def _argument_names(function: Callable[..., Any], count: int) -> list[str]:
@@ -262,55 +324,6 @@ def _argument_names(function: Callable[..., Any], count: int) -> list[str]:
     return [names[i] if i < len(names) else str(i) for i in range(count)]
 
 
-@dataclass
-class Aftermath:
-    """What the step left behind, in terms of the tensors it was given.
-
-    Attributes:
-        buffers: Buffer name -> tensor now registered (only where it was reassigned).
-        captured: Attribute name -> tensor now held (only where it was reassigned).
-        gradients: Parameter name -> `.grad`, or None.
-        state: (parameter name, path) -> tensor or Python value; `hyper.` names for groups.
-        hypers: Hyper-parameter name -> value now in the group, where it changed.
-        state_trees: Parameter name -> the state dict with leaves as left by the step.
-    """
-
-    buffers: dict[str, Any] = field(default_factory=dict)
-    captured: dict[str, Any] = field(default_factory=dict)
-    gradients: dict[str, Tensor | None] = field(default_factory=dict)
-    state: dict[str, Any] = field(default_factory=dict)
-    hypers: dict[str, Any] = field(default_factory=dict)
-    state_trees: dict[str, Any] = field(default_factory=dict)
-
-
-@contextmanager
-def swapped(world: World, stand_ins: list[Any]) -> Iterator[Aftermath]:
-    """Run the body with `stand_ins` in the place of the world's values.
-
-    Args:
-        world: From `lift`.
-        stand_ins: One per lifted value; SymFloats or floats for hyper-parameters.
-
-    Yields:
-        Filled when the body ends; everything is back in place after it, except Python
-        values the step changed (hyper-parameters, numbers in the state, attributes).
-    """
-    after = Aftermath()
-    undo: list[Callable[[], None]] = []
-    by_id = {id(v): s for v, s in zip(world.values, stand_ins, strict=True) if isinstance(v, Tensor)}
-    try:
-        _swap_modules(world, by_id, undo)
-        _swap_gradients(world, stand_ins, undo)
-        _swap_optimizer(world, stand_ins, by_id, undo, after)
-        yield after
-        _collect_modules(world, stand_ins, after)
-        for (_, spec), stand_in in zip(world_parameters(world), parameters_of(world, stand_ins), strict=True):
-            after.gradients[spec.name] = stand_in.grad
-    finally:
-        for action in reversed(undo):
-            action()
-
-
 def world_parameters(world: World) -> list[tuple[int, InputSpec]]:
     """Return (position, spec) of the parameters."""
     return [(i, spec) for i, spec in enumerate(world.specs) if spec.kind == "parameter"]
@@ -321,148 +334,29 @@ def parameters_of(world: World, values: list[Any]) -> list[Any]:
     return [values[i] for i, _ in world_parameters(world)]
 
 
-def _swap_modules(world: World, by_id: dict[int, Any], undo: list[Callable[[], None]]) -> None:
-    for module in world.model.modules():
-        for table in (module._parameters, module._buffers):
-            _swap_dict(table, by_id, undo)
-        _swap_dict(vars(module), by_id, undo, skip=("_parameters", "_buffers", "_modules"))
+def replace_in(table: dict[str, Any], fresh: dict[int, Any], skip: Collection[str] = ()) -> None:
+    """Replace values of `table`, and those in its lists, tuples and dicts, by id.
+
+    Args:
+        table: Changed in place; lists and tuples in it are rebuilt.
+        fresh: id of an old value -> the new one.
+        skip: Keys left alone.
+    """
+    for key, value in list(table.items()):
+        if key not in skip:
+            changed = _replaced(value, fresh, 0)
+            if changed is not value:
+                table[key] = changed
 
 
-def _swap_dict(
-    table: dict[str, Any], by_id: dict[int, Any], undo: list[Callable[[], None]], skip: Any = ()
-) -> None:
-    before = dict(table)
-    changed = {k: _replaced(v, by_id, 0) for k, v in before.items() if k not in skip}
-    touched = [k for k, v in changed.items() if v is not before[k]]
-    table.update({k: changed[k] for k in touched})
-
-    def restore() -> None:
-        table.update({k: before[k] for k in touched})
-
-    if touched:
-        undo.append(restore)
-
-
-def _replaced(value: Any, by_id: dict[int, Any], depth: int) -> Any:
-    """Return `value` with known tensors replaced, also inside lists, tuples and dicts."""
+def _replaced(value: Any, fresh: dict[int, Any], depth: int) -> Any:
     if isinstance(value, Tensor):
-        return by_id.get(id(value), value)
+        return fresh.get(id(value), value)
     if depth < 3 and type(value) in (list, tuple):
-        items = [_replaced(v, by_id, depth + 1) for v in value]
+        items = [_replaced(v, fresh, depth + 1) for v in value]
         same = all(a is b for a, b in zip(items, value, strict=True))
         return value if same else type(value)(items)
     if depth < 3 and type(value) in (dict, defaultdict):
-        items_by_key = {k: _replaced(v, by_id, depth + 1) for k, v in value.items()}
-        same = all(items_by_key[k] is value[k] for k in value)
-        return value if same else items_by_key
+        by_key = {k: _replaced(v, fresh, depth + 1) for k, v in value.items()}
+        return value if all(by_key[k] is value[k] for k in value) else by_key
     return value
-
-
-def _swap_gradients(world: World, stand_ins: list[Any], undo: list[Callable[[], None]]) -> None:
-    position = {s.name: i for i, s in enumerate(world.specs) if s.kind == "parameter"}
-    for spec, stand_in in zip(world.specs, stand_ins, strict=True):
-        if spec.kind == "gradient":
-            stand_ins[position[spec.name]].grad = stand_in
-
-
-def _swap_optimizer(
-    world: World,
-    stand_ins: list[Any],
-    by_id: dict[int, Any],
-    undo: list[Callable[[], None]],
-    after: Aftermath,
-) -> None:
-    optimizer = world.optimizer
-    if optimizer is None:
-        return
-    state, names = optimizer.state, world.names
-    groups = [dict(group) for group in optimizer.param_groups]
-    hypers = {
-        spec.name: value
-        for spec, value in zip(world.specs, stand_ins, strict=True)
-        if spec.kind == "hyper"
-    }
-    originals = {spec.name: v for spec, v in zip(world.specs, world.values, strict=True)}
-    optimizer.state = defaultdict(dict)
-    for parameter, entry in state.items():
-        if id(parameter) in names and id(parameter) in by_id:
-            optimizer.state[by_id[id(parameter)]] = pytree.tree_map(
-                lambda leaf: by_id.get(id(leaf), leaf), dict(entry)
-            )
-        else:
-            optimizer.state[parameter] = entry
-    for index, group in enumerate(optimizer.param_groups):
-        flat, spec = pytree.tree_flatten_with_path(_hypers(group))
-        leaves = [
-            hypers.get(f"{index}.{path_name(path)}", by_id.get(id(leaf), leaf)) for path, leaf in flat
-        ]
-        group.update(pytree.tree_unflatten(leaves, spec))
-        group["params"] = [by_id[id(p)] for p in group["params"]]
-
-    def restore() -> None:
-        stand_in_names = {id(by_id[i]): name for i, name in names.items() if i in by_id}
-        real = {id(by_id[id(p)]): p for g in groups for p in g["params"]}
-        left = optimizer.state
-        optimizer.state = state
-        for parameter, entry in left.items():
-            if id(parameter) in stand_in_names:
-                _collect_state(stand_in_names[id(parameter)], entry, after)
-                _keep_numbers(state, real.get(id(parameter)), entry)
-        for index, (group, before) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-            _restore_group(index, group, before, hypers, originals, after)
-
-    undo.append(restore)
-
-
-def _collect_state(name: str, entry: dict[str, Any], after: Aftermath) -> None:
-    after.state_trees[name] = entry
-    for path, leaf in pytree.tree_flatten_with_path(dict(entry))[0]:
-        after.state[f"{name}.{path_name(path)}"] = leaf
-
-
-def _keep_numbers(state: Any, parameter: Any, entry: dict[str, Any]) -> None:
-    """Write Python numbers the step left in the state back into the real state."""
-    if parameter is None:
-        return
-    for key, value in entry.items():
-        if isinstance(value, int | float | str | None) and not isinstance(value, torch.SymFloat):
-            state[parameter][key] = value
-
-
-def _restore_group(
-    index: int,
-    group: dict[str, Any],
-    before: dict[str, Any],
-    hypers: dict[str, Any],
-    originals: dict[str, Any],
-    after: Aftermath,
-) -> None:
-    flat, spec = pytree.tree_flatten_with_path(_hypers(group))
-    old = {path_name(path): leaf for path, leaf in pytree.tree_flatten_with_path(_hypers(before))[0]}
-    leaves = []
-    for path, leaf in flat:
-        key = path_name(path)
-        name = f"{index}.{key}"
-        if isinstance(leaf, torch.SymFloat) or isinstance(leaf, Tensor):
-            if name in hypers and leaf is not hypers[name]:
-                after.hypers[name] = leaf
-            if isinstance(leaf, Tensor):
-                after.state[f"hyper.{name}"] = leaf
-            leaves.append(old.get(key, originals.get(name)))
-        else:
-            leaves.append(leaf)
-    group.update(pytree.tree_unflatten(leaves, spec))
-    group["params"] = before["params"]
-
-
-def _collect_modules(world: World, stand_ins: list[Any], after: Aftermath) -> None:
-    known = {
-        (s.kind, s.name): v for s, v in zip(world.specs, stand_ins, strict=True) if s.kind != "hyper"
-    }
-    buffers, _ = named_unique(world.model.named_buffers(remove_duplicate=False))
-    for name, tensor in buffers.items():
-        if tensor is not known.get(("buffer", name)):
-            after.buffers[name] = tensor
-    for name, tensor in _attributes(world.model).items():
-        if tensor is not known.get(("captured", name)):
-            after.captured[name] = tensor

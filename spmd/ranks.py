@@ -116,18 +116,14 @@ class ProcessRanks:
             value, self.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
         )
 
-    def adopt_parameter(self, parameter: nn.Parameter, layout: Layout) -> None:
-        """Turn a plain parameter into a DTensor parameter, the same Python object."""
-        if isinstance(parameter, DTensor):
-            return
+    def adopted(self, parameter: Tensor, layout: Layout) -> nn.Parameter:
+        """Return the DTensor parameter that stands for a plain one, its gradient with it."""
         shape = tuple(parameter.shape)
-        local = self.part(parameter.detach(), layout).clone()
-        held = self.held(local, layout, shape)
+        held = self.held(self.part(parameter.detach(), layout).clone(), layout, shape)
         fresh = nn.Parameter(held, requires_grad=parameter.requires_grad)
-        grad, parameter.grad = parameter.grad, None
-        torch.utils.swap_tensors(parameter, fresh)
-        if grad is not None:
-            parameter.grad = self.held(self.part(grad, layout).clone(), layout, shape)
+        if parameter.grad is not None:
+            fresh.grad = self.held(self.part(parameter.grad, layout).clone(), layout, shape)
+        return fresh
 
     # -- running ------------------------------------------------------------------------
 

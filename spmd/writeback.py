@@ -8,7 +8,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spmd.lifting import Lifted, path_name
+from spmd.lifting import Lifted, path_name, replace_in
 
 
 def set_module_tensor(model: nn.Module, name: str, value: Tensor) -> None:
@@ -19,6 +19,30 @@ def set_module_tensor(model: nn.Module, name: str, value: Tensor) -> None:
         owner._buffers[key] = value
     else:
         setattr(owner, key, value)
+
+
+def replace_parameters(
+    model: nn.Module, optimizer: Optimizer | None, fresh: dict[int, nn.Parameter]
+) -> None:
+    """Put other parameters in the place of the module's and the optimizer's.
+
+    A plain parameter cannot become a DTensor in place (their slots differ), so every
+    reference that can be found is replaced: registered ones, lists of them in modules
+    (recurrent layers keep such), parameter groups and the keys of the state.
+
+    Args:
+        model: The module.
+        optimizer: Its optimizer, or None.
+        fresh: id of the old parameter -> the new one.
+    """
+    for module in model.modules():
+        replace_in(module._parameters, fresh)
+        replace_in(vars(module), fresh, skip=("_parameters", "_buffers", "_modules"))
+    if optimizer is not None:
+        for group in optimizer.param_groups:
+            group["params"] = [fresh.get(id(p), p) for p in group["params"]]
+        for old in [p for p in optimizer.state if id(p) in fresh]:
+            optimizer.state[fresh[id(old)]] = optimizer.state.pop(old)
 
 
 def set_hyper(optimizer: Optimizer, name: str, value: float) -> None:
