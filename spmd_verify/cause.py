@@ -15,16 +15,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from spmd_verify.merge import Merged
+from spmd_verify.merge import Merged, fit_factor
 from spmd_verify.record import Cause
 from spmd_verify.store import Entry
 from spmd_verify.verdict import limit
-
-# A hypothesis also holds when it explains all but this share of the difference: the sums it
-# is fitted from are float64 sums whose relative error is near 1e-15, and the residual is the
-# root of a difference of two such sums. Source: sqrt(1e-15) = 3e-8, with a factor of 30.
-EXPLAINED_SHARE: Final = 1e-6
-
 
 @dataclass(frozen=True)
 class Evidence:
@@ -35,8 +29,6 @@ class Evidence:
         merged: The candidate against the reference.
         noise: Floor of the tensor norm.
         exact_norm: `||x64||`.
-        is_loud: Rows that are judged one by one because rounding decides them, bool [rows],
-            or None; left out of fits.
         axes: Mesh axes, `{name: ranks}`.
         ranks: Ranks concerned.
     """
@@ -45,7 +37,6 @@ class Evidence:
     merged: Merged
     noise: float
     exact_norm: float
-    is_loud: Tensor | None
     axes: Mapping[str, int]
     ranks: list[int]
 
@@ -56,8 +47,7 @@ class Evidence:
 
     def holds(self, residual: float) -> bool:
         """Say whether a residual is only noise."""
-        allowed = limit(self.entry.dtype, "tensor") * self.noise
-        return residual <= max(allowed, EXPLAINED_SHARE * self.error)
+        return residual <= limit(self.entry.dtype, "tensor") * self.noise
 
     def multiple(self, residual: float) -> float:
         """Return a residual as a multiple of the noise; inf where there is no noise."""
@@ -105,18 +95,16 @@ def factor(evidence: Evidence) -> Fit | None:
     One number always fits a factor, so for a tensor of one element only a factor with a
     meaning counts.
     """
-    power = evidence.exact_norm**2
-    if power == 0.0 or evidence.merged.non_finite:
+    fit = fit_factor(evidence.merged)
+    if fit is None or evidence.merged.non_finite:
         return None
-    squares, products = evidence.merged.squares, evidence.merged.products
-    excess = float(products.sum()) / power
-    residual = math.sqrt(max(float(squares.sum()) - excess * float(products.sum()), 0.0))
+    excess, residual = fit
     k = 1.0 + excess
     tolerance = max(4.0 * evidence.noise / evidence.exact_norm, 1e-12)
     meaning = factor_meaning(k, tolerance, evidence.axes)
     if math.prod(evidence.entry.shape) == 1 and not meaning:
         return None
-    digits = f"{k:.7g}" if abs(excess) < 0.01 else f"{k:.4g}"
+    digits = f"{k:.7g}" if abs(excess) > 1e-5 else f"(1 {excess:+.2g})"
     text = f"{evidence.entry.name} is {digits} x the reference" + (f": {meaning}" if meaning else "")
     cause = _cause(evidence, "factor", text, residual)
     cause.factor = k

@@ -47,7 +47,10 @@ class Statistics(msgspec.Struct, kw_only=True):
         is_exact: Equal to the reference bit for bit.
         squares: Sum of squared deviation from the float64 reference by local dim-0 row,
             float64 in native byte order; empty for an exact copy of a compared-by-bits value.
-        products: Sum of deviation times float64 reference by row, likewise.
+        power: Sum of squares of the float64 reference over the part.
+        excess: `k - 1` of the factor k that fits this part best.
+        unfitted: Sum of squares that this factor leaves. Sent besides `squares` because a
+            residual taken from sums alone drowns in cancellation below 1e-8.
         non_finite: Elements that are NaN or inf where the reference is not.
         has_signal: Whether any element is not zero.
         worst_index: Global index of the element that deviates most, None if none does.
@@ -69,7 +72,9 @@ class Statistics(msgspec.Struct, kw_only=True):
     numel: int = 0
     is_exact: bool = False
     squares: bytes = b""
-    products: bytes = b""
+    power: float = 0.0
+    excess: float = 0.0
+    unfitted: float = 0.0
     non_finite: int = 0
     has_signal: bool = False
     worst_index: list[int] | None = None
@@ -220,9 +225,9 @@ def statistics_of(
     clean = difference if not found.non_finite else difference.masked_fill(~finite, 0.0)
     shaped = clean.reshape(local.shape + clean.shape[local.ndim :])
     found.squares = _packed(_row_sums(shaped.square(), local))
-    found.products = _packed(_row_sums(shaped * as_real(exact).to(torch.float64), local))
     if not found.is_exact and local.numel():
         _add_worst(found, local, expected, part)
+        _add_fit(found, clean, exact)
     return found
 
 
@@ -251,6 +256,15 @@ def _row_sums(value: Tensor, local: Tensor) -> Tensor:
     if local.ndim == 0:
         return value.sum(dtype=torch.float64).reshape(1)
     return row_sums(value)
+
+
+def _add_fit(found: Statistics, difference: Tensor, exact: Tensor) -> None:
+    """Fill in the factor that fits this part best and what it leaves."""
+    reference = as_real(exact).to(torch.float64).nan_to_num(posinf=0.0, neginf=0.0)
+    found.power = float(reference.square().sum())
+    if found.power > 0.0:
+        found.excess = float((difference * reference).sum()) / found.power
+    found.unfitted = float((difference - found.excess * reference).square().sum())
 
 
 def _add_worst(found: Statistics, local: Tensor, expected: Tensor, part: Region) -> None:

@@ -130,6 +130,8 @@ def base_floor(
 
     A row's floor is the largest of its own errors, `2 u ||S_row||`, and the tensor's
     relative noise applied to that row's S: the rows of one tensor come from one computation.
+    Rows of few elements also get an equal share of the tensor's noise, unless nothing ever
+    reached them (a row of an embedding that no token used stays exact).
 
     Args:
         ensemble: The runs.
@@ -150,9 +152,10 @@ def base_floor(
         rows = torch.maximum(rows, own.sqrt())
     if whole > 0.0:
         rows = torch.maximum(rows, scale_rows * (noise / whole))
-    if noise > 0.1 * whole and len(rows):
-        # S is itself noise here, so it cannot say which rows are noisy.
-        rows = rows.clamp(min=2.0 * noise / math.sqrt(len(rows)))
+    if len(rows) and (scale.numel() <= FEW_ELEMENTS * len(rows) or noise > 0.1 * whole):
+        # Above a tenth S is itself noise and cannot say which rows are noisy.
+        share = noise / math.sqrt(len(rows))
+        rows = torch.where(rows > 0, rows.clamp(min=share), rows)
     return Floor(noise, rows, whole, scale_rows)
 
 

@@ -209,22 +209,28 @@ class _Judging:
         if missing > 0:
             merged.problems.append(f"{missing} of {math.prod(entry.shape)} elements are on no rank")
             return self.mismatch(entry, run, merged, floor)
-        error, ratio, reason = self.against_floor(entry, run, merged, floor)
+        if merged.non_finite:
+            return self.mismatch(entry, run, merged, floor)
+        fit = self.against_floor(entry, run, merged, floor)
+        reason = fit.reason
         verdict = row_verdict(
             is_equal=merged.is_exact,
-            error=math.nan if merged.non_finite else error,
+            error=fit.error,
             noise=floor.noise,
             c=limit(entry.dtype, "tensor") if entry.floors else 0.0,
-            row_ratio=ratio,
+            row_ratio=fit.row_ratio,
             row_c=limit(entry.dtype, "row") if entry.floors else 0.0,
             reason=reason,
         )
         if not entry.floors and verdict == Verdict.ROUNDING:
             verdict = Verdict.MISMATCH  # copied, or a dtype that does not round
         if verdict == Verdict.MISMATCH:
-            return self.mismatch(entry, run, merged, floor)
+            row = self.mismatch(entry, run, merged, floor)
+            fit.show(row)
+            return row
         row = _row(entry, run, merged, floor)
-        row.verdict = verdict
+        row.error, row.verdict = fit.error, verdict
+        row.ratio = _ratio(fit.error, floor.noise)
         if reason and verdict == Verdict.UNDETERMINED:
             row.unknown["reason"] = reason
         if floor.undetermined_elements:
@@ -233,25 +239,34 @@ class _Judging:
 
     def against_floor(
         self, entry: Entry, run: str, merged: Merged, floor: FloorInfo
-    ) -> tuple[float, float, str | None]:
-        """Return the error over decided rows, the largest row ratio, and why nothing decides."""
+    ) -> _Fit:
+        """Measure a tensor by both norms and say why its floor decides nothing, if so."""
         key = (run, entry.step, entry.stage, entry.name)
         noise_rows = self.store.rows("noise", *key)
-        reason = floor.reason
-        if noise_rows is None:
-            return float(merged.squares.sum().sqrt()), 0.0, reason
+        whole = float(merged.squares.sum().sqrt())
+        if noise_rows is None or not len(noise_rows):
+            return _Fit(whole, floor.noise, reason=floor.reason)
         errors = merged.squares.sqrt()
         ratios = torch.where(errors > 0, errors / noise_rows, 0.0)
+        row = int(ratios.argmax())
         loud = self.store.rows("undetermined", *key)
         decided = merged.squares if loud is None else merged.squares[~loud]
         count = math.prod(entry.shape)
+        reason = floor.reason
         if 2 * floor.undetermined_elements >= count > 0:
             reason = (
                 f"only rounding decides the update of {floor.undetermined_elements} of {count} "
                 f"elements: their gradients are zero within noise; a probe with SGD would decide"
             )
-        largest = float(ratios.max()) if ratios.numel() else 0.0
-        return float(decided.sum().sqrt()), largest, reason
+        return _Fit(
+            error=float(decided.sum().sqrt()),
+            noise=floor.noise,
+            row=row,
+            row_error=float(errors[row]),
+            row_noise=float(noise_rows[row]),
+            row_ratio=float(ratios[row]),
+            reason=reason,
+        )
 
     def mismatch(self, entry: Entry, run: str, merged: Merged, floor: FloorInfo) -> Row:
         """Return the row of a tensor that differs, with its cause."""
@@ -261,8 +276,7 @@ class _Judging:
         known = self.store.entry(entry.step, entry.stage, entry.name) is not None
         key = (run, entry.step, entry.stage, entry.name)
         norm = exact_norm(self.store.exact(*key)) if known else 0.0
-        loud = self.store.rows("undetermined", *key) if known else None
-        evidence = Evidence(entry, merged, floor.noise, norm, loud, self.axes, row.ranks)
+        evidence = Evidence(entry, merged, floor.noise, norm, self.axes, row.ranks)
         row.cause = find_cause(evidence)
         if merged.copies_differ:
             row.unknown["copies_differ"] = True
@@ -284,7 +298,6 @@ class _Judging:
             error = abs(value - exact)
             if own > allowed >= error:
                 merged.squares = torch.tensor([error**2], dtype=torch.float64)
-                merged.products = torch.tensor([(value - exact) * exact], dtype=torch.float64)
                 merged.layout = f"{how} over ranks"
                 self.notes.append(f"the loss is right as the {how} over ranks")
                 return
@@ -306,10 +319,34 @@ class _Judging:
         return int(row.unknown.get("undetermined_elements", 0))
 
 
+@dataclass
+class _Fit:
+    """A tensor's error beside its noise, by the tensor norm and by its worst row."""
+
+    error: float
+    noise: float
+    row: int = 0
+    row_error: float = 0.0
+    row_noise: float = 0.0
+    row_ratio: float = 0.0
+    reason: str | None = None
+
+    def show(self, row: Row) -> None:
+        """Put the norm that decided into a row, in place."""
+        row.error, row.ratio = self.error, _ratio(self.error, self.noise)
+        if self.row_ratio > row.ratio:
+            row.error, row.noise, row.ratio = self.row_error, self.row_noise, self.row_ratio
+            row.unknown["row"] = self.row
+
+
+def _ratio(error: float, noise: float) -> float:
+    """Return error / noise; 0 for no error, inf for an error where there is no noise."""
+    return 0.0 if error == 0.0 else error / noise if noise > 0.0 else math.inf
+
+
 def _row(entry: Entry, run: str, merged: Merged, floor: FloorInfo) -> Row:
     """Return a row with everything but its verdict."""
     error = math.inf if merged.non_finite else float(merged.squares.sum().sqrt())
-    ratio = 0.0 if error == 0.0 else error / floor.noise if floor.noise > 0.0 else math.inf
     worst = merged.worst
     return Row(
         name=entry.name,
@@ -323,7 +360,7 @@ def _row(entry: Entry, run: str, merged: Merged, floor: FloorInfo) -> Row:
         verdict="",
         error=error,
         noise=floor.noise,
-        ratio=ratio,
+        ratio=_ratio(error, floor.noise),
         max_ulp=merged.max_ulp,
         worst=None
         if worst is None

@@ -25,7 +25,7 @@ class Merged:
         layout: In short.
         is_exact: Every copy of every part has the reference's bits.
         squares: Squared deviation from the float64 reference by global dim-0 row [rows].
-        products: Deviation times float64 reference by row [rows].
+        fits: Per part `(power, excess, unfitted)`, see `Statistics`.
         non_finite: Elements that are NaN or inf only here.
         has_signal: Whether any element is not zero.
         worst: The statistics that hold the worst element, if any deviates.
@@ -40,7 +40,7 @@ class Merged:
     layout: str = ""
     is_exact: bool = True
     squares: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
-    products: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+    fits: list[tuple[float, float, float]] = field(default_factory=list)
     non_finite: int = 0
     has_signal: bool = False
     worst: Statistics | None = None
@@ -70,7 +70,6 @@ def merge(shape: Sequence[int], statistics: Sequence[Statistics]) -> Merged:
     merged = Merged(layout=statistics[0].layout)
     rows = num_rows(list(shape))
     merged.squares = torch.zeros(rows, dtype=torch.float64)
-    merged.products = torch.zeros(rows, dtype=torch.float64)
     parts: dict[object, list[Statistics]] = {}
     for entry in statistics:
         if entry.problem is not None:
@@ -84,6 +83,25 @@ def merge(shape: Sequence[int], statistics: Sequence[Statistics]) -> Merged:
         _add_part(merged, shape, copies)
     merged.ranks.sort()
     return merged
+
+
+def fit_factor(merged: Merged) -> tuple[float, float] | None:
+    """Return `(k - 1, residual norm)` of the factor k that fits a tensor best.
+
+    Parts fitted on their own combine exactly: what a common factor leaves of a part is what
+    its own factor leaves plus `(k - k_part)^2` times its power, because the two are orthogonal.
+
+    Returns:
+        None where the reference is zero.
+    """
+    power = math.fsum(part for part, _, _ in merged.fits)
+    if power == 0.0:
+        return None
+    excess = math.fsum(part * own for part, own, _ in merged.fits) / power
+    left = math.fsum(
+        unfitted + (excess - own) ** 2 * part for part, own, unfitted in merged.fits
+    )
+    return excess, math.sqrt(left)
 
 
 def _add_part(merged: Merged, shape: Sequence[int], copies: list[Statistics]) -> None:
@@ -103,11 +121,10 @@ def _add_part(merged: Merged, shape: Sequence[int], copies: list[Statistics]) ->
             if entry.worst_index is not None and _gap(entry) > _gap(merged.worst):
                 merged.worst = entry
     chosen = max(copies, key=lambda entry: (entry.non_finite, float(unpacked(entry.squares).sum())))
-    squares, products = unpacked(chosen.squares), unpacked(chosen.products)
+    merged.fits.append((chosen.power, chosen.excess, chosen.unfitted))
+    squares = unpacked(chosen.squares)
     if squares.numel():
-        index = _global_rows(chosen, shape)
-        merged.squares.index_add_(0, index, squares)
-        merged.products.index_add_(0, index, products)
+        merged.squares.index_add_(0, _global_rows(chosen, shape), squares)
 
 
 def _global_rows(entry: Statistics, shape: Sequence[int]) -> Tensor:
