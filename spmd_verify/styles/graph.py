@@ -1,0 +1,325 @@
+"""The engine's own modes as styles: one captured step, partitioned for the mesh.
+
+The only module besides the lockstep runner that imports `spmd`. In processes every rank
+compiles and runs its part with real collectives; in lockstep one compiled step holds the
+parts of all ranks. Both show `Placed` values, so the rest is the same.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
+from torch.utils import _pytree as pytree
+
+import spmd
+import spmd.lockstep
+from spmd.errors import InternalError, LayoutError, SpmdError
+from spmd.session import CaptureCache, CompiledStep
+from spmd_verify.case import LoadedCase
+from spmd_verify.errors import Unsupported
+from spmd_verify.layouts import is_partial, reduce_op
+from spmd_verify.observe import observed
+from spmd_verify.single import labels
+from spmd_verify.styles.base import Observation, Observed, StyleContext
+from spmd_verify.trajectory import (
+    flatten,
+    hyper_parameters,
+    named_buffers,
+    named_parameters,
+    named_state,
+    normalised,
+    optimizers_of,
+)
+
+ModeFactory = Callable[[LoadedCase, StyleContext, Any], spmd.ParallelMode]
+Transformation = Callable[[fx.GraphModule], fx.GraphModule]
+
+_SHARED = "spmd_verify.styles.graph"
+_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+@dataclass(frozen=True)
+class GraphStyle:
+    """One mode of the engine.
+
+    Attributes:
+        name: Id of the style.
+        mode: `(case, context, mesh) -> ParallelMode`.
+        transformation: Rewrites the local graph of the training step; for planted faults.
+        runners: The runners that can run it.
+    """
+
+    name: str
+    mode: ModeFactory
+    transformation: Transformation | None = None
+    runners: frozenset[str] = frozenset({"processes", "lockstep"})
+
+    def build(self, case: LoadedCase, context: StyleContext) -> GraphRun:
+        """Build model, optimizer and compiled step.
+
+        Raises:
+            Unsupported: The engine refuses the case, later ones when the step is captured.
+        """
+        return GraphRun(self, case, context)
+
+
+class GraphRun:
+    """One model under one mode; what the step returns is what was observed in it."""
+
+    def __init__(self, style: GraphStyle, case: LoadedCase, context: StyleContext) -> None:
+        """Build the model and compile the observed step; nothing is captured yet."""
+        self.style = style
+        self.case = case
+        self.context = context
+        self.mesh: Any = dict(context.axes) if context.is_lockstep else context.device_mesh()
+        self.model = case.build_model().to(context.device)
+        self.optimizer = case.optimizer(self.model)
+        self.shared: _Shared = context.shared.setdefault(_SHARED, _Shared())
+        step = observed(case.step, labels=partial(labels, case))
+        self.compiled = self._compile(step, self.shared.training, style.transformation)
+
+    def step(self, index: int, batch: Any) -> Observation:
+        """Run one training step; see `StyleRun.step`."""
+        del index  # the compiled step counts its calls itself
+        before = hyper_parameters(self.optimizer)
+        with _refusals():
+            self.compiled(self.model, self.optimizer, self._on_device(batch))
+        self.shared.look(self.compiled, self.model, self.optimizer, before)
+        record: Mapping[str, Mapping[str, Any]] = self.compiled.results
+        return {
+            stage: {name: self._observed(placed) for name, placed in tensors.items()}
+            for stage, tensors in record.items()
+        }
+
+    def state(self) -> Observation:
+        """Return the live tensors; before the first step, those of the plain model."""
+        state = self.compiled.state()
+        if not state["parameters"]:
+            return self._initial_state()
+        names = {id(t): name for name, t in named_parameters(self.model)[0].items()}
+        owners = sorted(names.values(), key=len, reverse=True)
+        found: dict[str, dict[str, Observed]] = {
+            stage: {normalised(name): self._held(placed) for name, placed in state[stage].items()}
+            for stage in ("parameters", "buffers")
+        }
+        entries = {
+            _state_name(name, owners): self._held(placed)
+            for name, placed in state["optimizer_state"].items()
+            if not name.startswith("hyper.")
+        }
+        for name, mapping, key in named_state(self.model, self.optimizer):
+            if not isinstance(mapping[key], Tensor):
+                number = torch.tensor(float(mapping[key]), dtype=torch.float64)
+                entries[name] = self._whole(number)
+        found["optimizer_state"] = entries
+        return found
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers; the engine reads their groups at every call."""
+        return optimizers_of(self.optimizer)
+
+    def evaluate(self, batch: Any) -> Mapping[str, Observed] | None:
+        """Run one eval forward, compiled under the same mode."""
+        case = self.case
+
+        def forward(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+            args, kwargs, _ = case.split(batch)
+            with torch.no_grad(), case.factory_mode():
+                output = model(*args, **kwargs)
+            return {path: tensor.detach().clone() for path, tensor in flatten(output, "model")}
+
+        compiled = self._compile(forward, self.shared.evaluation, None)
+        self.model.eval()
+        try:
+            with _refusals():
+                compiled(self.model, self._on_device(batch))
+        finally:
+            self.model.train()
+        return {name: self._observed(placed) for name, placed in compiled.results.items()}
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return fallbacks, collectives and captures of the training step."""
+        return {
+            "fallbacks": self.compiled.fallbacks,
+            "collectives": self.compiled.collectives,
+            "captures": self.compiled.captures,
+        }
+
+    def _compile(
+        self,
+        step: Callable[..., Any],
+        captures: CaptureCache | None,
+        transformation: Transformation | None,
+    ) -> CompiledStep:
+        """Compile a step under the style's mode for the context's runner."""
+        with _refusals():
+            mode = self.style.mode(self.case, self.context, self.mesh)
+            if self.context.is_lockstep:
+                return spmd.lockstep.compile(
+                    None, transformation, mode, mesh=self.mesh, captures=captures
+                )(step)
+            compiled = spmd.compile(None, transformation, mode, batch="global")(step)
+            compiled.shared = captures
+            return compiled
+
+    def _on_device(self, batch: Any) -> Any:
+        """Return the global batch where the model is."""
+        device = self.context.device
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
+
+    def _observed(self, placed: Any) -> Observed:
+        """Return a result as the judge takes it, pending reductions done."""
+        if self.context.is_lockstep:  # `compare` holds all parts and reduces them itself
+            return self._held(placed)
+        placements = list(placed.layout.placements)
+        value = placed.local[0]
+        for axis, placement in enumerate(placements):
+            if is_partial(placement):
+                value = value.clone()
+                group = self.mesh.get_group(axis)
+                dist.all_reduce(value, _REDUCTIONS[reduce_op(placement)], group)
+                placements[axis] = spmd.Replicate()
+        return Observed([value], tuple(placements), list(self.context.coordinates))
+
+    def _held(self, placed: Any) -> Observed:
+        """Return a held value as it is: the tensors stay the live ones."""
+        return Observed(
+            list(placed.local), placed.layout.placements, list(self.context.coordinates)
+        )
+
+    def _whole(self, tensor: Tensor) -> Observed:
+        """Return a value that every rank of this process holds whole."""
+        coordinates = list(self.context.coordinates)
+        layout = tuple(spmd.Replicate() for _ in self.context.axes)
+        return Observed([tensor.detach()] * len(coordinates), layout, coordinates)
+
+    def _initial_state(self) -> Observation:
+        """Return the model as it was built, whole on every rank."""
+        parameters, buffers = named_parameters(self.model)[0], named_buffers(self.model)[0]
+        return {
+            "parameters": {name: self._whole(tensor) for name, tensor in parameters.items()},
+            "buffers": {name: self._whole(tensor) for name, tensor in buffers.items()},
+            "optimizer_state": {},
+        }
+
+
+class _Shared:
+    """Captured steps that the builds of one case in this process share.
+
+    A capture runs the step's Python; a build that takes one over does not. That is right as
+    long as the Python leaves nothing behind that a later call reads. `look` finds out after
+    the first call: numbers in the optimizer's state, hyper-parameters that the step changed
+    outside of the graph. Then nothing is shared.
+    """
+
+    def __init__(self) -> None:
+        """Begin without captures."""
+        self.training: CaptureCache | None = CaptureCache()
+        self.evaluation = CaptureCache()
+
+    def look(
+        self, compiled: CompiledStep, model: nn.Module, optimizer: Any, before: dict[str, float]
+    ) -> None:
+        """Stop sharing if the step just run left something behind in Python.
+
+        Args:
+            compiled: The step.
+            model: Its model.
+            optimizer: Its optimizer.
+            before: Hyper-parameters before the call.
+        """
+        if self.training is None:
+            return
+        kinds = {spec.kind for spec in compiled.program.graph.meta["signature"].outputs}
+        has_changed = "hyper" not in kinds and hyper_parameters(optimizer) != before
+        has_numbers = any(
+            not isinstance(mapping[key], Tensor) for _, mapping, key in named_state(model, optimizer)
+        )
+        if has_changed or has_numbers:
+            self.training = None
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Turn the engine's refusals into `Unsupported`; faults of the engine pass as they are."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except (InternalError, LayoutError):
+        raise
+    except SpmdError as error:
+        message = str(error).removesuffix(f"[{error.slug}]").strip()
+        raise Unsupported(" ".join(message.split()), slug=error.slug) from error
+
+
+def _state_name(name: str, owners: list[str]) -> str:
+    """Return the checker's name of an optimizer state: `parameter.key`, `parameter.key[0]`.
+
+    Args:
+        name: The engine's name, `parameter.key` or `parameter.key.0`.
+        owners: Parameter names, longest first.
+    """
+    owner = next((owner for owner in owners if name.startswith(f"{owner}.")), None)
+    if owner is None:
+        return name
+    key, *rest = name.removeprefix(f"{owner}.").split(".")
+    return f"{owner}.{key}" + "".join(f"[{part}]" for part in rest)
+
+
+def _batch_dims(case: LoadedCase) -> dict[str, int | None]:
+    """Return the batch dim of every tensor argument by the engine's name for it."""
+    keyed, _ = pytree.tree_flatten_with_path(case.batch(0))
+    names = [_engine_name(path) for path, leaf in keyed if isinstance(leaf, Tensor)]
+    dims = [
+        dim
+        for (_, leaf), dim in zip(keyed, case.batch_dims, strict=True)
+        if isinstance(leaf, Tensor)
+    ]
+    return dict(zip(names, dims, strict=True))
+
+
+def _engine_name(path: tuple[Any, ...]) -> str:
+    """Return the engine's name of a leaf of the argument `batch`: `batch.0`, `batch.x`."""
+    parts = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))) for key in path]
+    return ".".join(["batch", *map(str, parts)])
+
+
+def _data_parallel(kind: str) -> ModeFactory:
+    """Return the factory of one data-parallel style."""
+
+    def mode(case: LoadedCase, _context: StyleContext, mesh: Any) -> spmd.ParallelMode:
+        return spmd.DataParallel(kind, input_batch_dim=_batch_dims(case), mesh=mesh)
+
+    return mode
+
+
+def _dtensor_expand(case: LoadedCase, context: StyleContext, mesh: Any) -> spmd.ParallelMode:
+    """Return the expand mode: the batch split over the data axes, parameters whole."""
+    keyed, _ = pytree.tree_flatten_with_path(case.batch(0))
+    axes = tuple(context.axes)
+    declared = case.sharding(axes)
+    placements: dict[str, Any] = {}
+    for (path, leaf), argument in zip(keyed, case.leaf_paths, strict=True):
+        if isinstance(leaf, Tensor):
+            dims = declared[argument]
+            placements[_engine_name(path)] = [
+                TorchReplicate() if dims[axis] is None else TorchShard(dims[axis]) for axis in axes
+            ]
+    return spmd.DTensorExpandMode(mesh=mesh, input_placements=placements)
+
+
+REPLICATE = GraphStyle("replicate", _data_parallel("replicate"))
+FULLY_SHARD = GraphStyle("fully_shard", _data_parallel("fully_shard"))
+DEFAULT = GraphStyle("default", _data_parallel("default"))
+DTENSOR_EXPAND = GraphStyle("dtensor_expand", _dtensor_expand)
