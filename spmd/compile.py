@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from spmd.data_parallel import DataParallel
 from spmd.errors import UsageError
 from spmd.layout import Layout, Shard, chunk_units
-from spmd.lifting import World
+from spmd.lifting import World, tensor_of
 from spmd.mode import ParallelMode
 from spmd.overrides import Override
 from spmd.placed import Placed
@@ -172,7 +172,7 @@ class RankStep(CompiledStep):
     def _read(self, position: int, spec: Any, value: Any, layout: Layout) -> Any:
         ranks = self.ranks
         if not isinstance(value, Tensor):
-            return torch.tensor(value, dtype=torch.float64)
+            return tensor_of(value)
         if spec.kind == "argument":
             return self._argument(position, value, layout)
         if spec.kind == "buffer" and (spec.kind, spec.name) not in self._layouts:

@@ -135,12 +135,15 @@ def _collect_writes(graph: fx.GraphModule, signature: Signature) -> None:
     position = {n: i for i, n in enumerate(graph.graph.find_nodes(op="placeholder"))}
     values = list(output.args[0])
     written: dict[tuple[str, str], fx.Node] = {}
+    replaced = {(s.kind, s.name) for s in signature.outputs}
     for node in list(graph.graph.nodes):
         if node.target is aten.copy_.default and node.args[0] in position:
             spec = signature.inputs[position[node.args[0]]]
             key = (spec.kind, spec.name)
             if key in written:
                 values[_output_index(signature, key)] = node.args[1]
+            elif (spec.kind, spec.name) in replaced:
+                pass  # nothing reads the old tensor any more: another one took its place
             else:
                 signature.outputs.append(OutputSpec(spec.kind, spec.name))  # type: ignore[arg-type]
                 values.append(node.args[1])

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from spmd.emulator import PerRank, run_lockstep
 from spmd.layout import Layout, Shard
-from spmd.lifting import World
+from spmd.lifting import World, tensor_of
 from spmd.mesh import MeshShape, mesh_shape
 from spmd.mode import ParallelMode
 from spmd.overrides import Override
@@ -135,7 +135,7 @@ class LockstepStep(CompiledStep):
             return assembled(*self._parts[spec.kind, spec.name], self.mesh).detach().clone()
         if isinstance(value, Tensor):
             return value.detach().clone()
-        return torch.tensor(value, dtype=torch.float64)
+        return tensor_of(value)
 
     def _agree(self, flag: bool) -> bool:
         return flag
@@ -156,7 +156,7 @@ class LockstepStep(CompiledStep):
 
     def _split(self, value: Any, layout: Layout) -> Any:
         if not isinstance(value, Tensor):
-            return torch.tensor(value, dtype=torch.float64)
+            return tensor_of(value)
         value = value.detach()
         if layout.is_replicated:
             return value

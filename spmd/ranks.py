@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard as TorchShard
 
 from spmd.emit import coordinate_name
 from spmd.layout import Layout, Shard, chunk_units
+from spmd.lifting import tensor_of
 from spmd.mesh import MeshShape, default_mesh, mesh_shape
 
 
@@ -70,7 +71,7 @@ class ProcessRanks:
             return value.detach().full_tensor().clone()
         if isinstance(value, Tensor):
             return value.detach().clone()
-        return torch.tensor(value, dtype=torch.float64)
+        return tensor_of(value)
 
     def same_everywhere(self, name: str, value: Tensor) -> None:
         """Bring rank 0's value of an initial parameter or buffer to every rank, in place."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,13 +19,14 @@ from torch import Tensor, fx
 from spmd.capture import Program, capture
 from spmd.errors import SizeChanged
 from spmd.layout import Layout
-from spmd.lifting import World, lift
+from spmd.lifting import World, lift, path_name
 from spmd.mode import ParallelMode
 from spmd.overrides import Override, apply_overrides
 from spmd.placed import Placed
 from spmd.planning import owner_of
+from spmd.program import Kept, Lifted, Write
 from spmd.structure import fingerprint
-from spmd.writeback import rebuilt, set_hyper
+from spmd.writeback import rebuilt, set_state
 
 
 @dataclass
@@ -187,7 +188,7 @@ class CompiledStep(ABC):
         if not self._agree(not same):
             entry.stable = True
             executable = entry.executables[0]
-            executable.program.captured = program.captured
+            executable.program = replace(program, graph=executable.program.graph)
             return executable
         entry.fingerprint, entry.stable = mark, keep
         executable = self._partitioned(program, world)
@@ -251,27 +252,59 @@ class CompiledStep(ABC):
     def _run(self, executable: Executable, world: World) -> list[Any]:
         inputs = []
         specs = executable.program.graph.meta["signature"].inputs
-        values = [*world.values, *executable.program.captured]
+        values = [*world.values, *executable.program.captured_now()]
         for position, (spec, layout) in enumerate(zip(specs, executable.inputs, strict=True)):
             inputs.append(self._read(position, spec, values[position], layout))
         with torch.no_grad():
             return list(self._execute(executable.graph, inputs))
 
     def _write(self, executable: Executable, world: World, outputs: list[Any]) -> None:
-        specs = executable.program.graph.meta["signature"].outputs
+        program = executable.program
+        specs = program.graph.meta["signature"].outputs
         positions = {(s.kind, s.name): i for i, s in enumerate(world.specs)}
-        for spec, value, layout in zip(specs, outputs, executable.outputs, strict=True):
-            if spec.kind == "hyper":
-                assert world.optimizer is not None
-                set_hyper(world.optimizer, spec.name, float(self._locals(value)[0]))
-            elif spec.kind != "result":
-                position = positions.get((spec.kind, spec.name))
-                held = world.values[position] if position is not None else None
-                if held is None and spec.kind == "captured" and spec.name.startswith("constant."):
-                    held = executable.program.captured[int(spec.name.split(".")[1])]
-                self._store(spec.kind, spec.name, held, value, layout)
-        for name in executable.program.cleared_gradients:
+        placed = {i for w in program.writes for i in w.outputs()}
+        for index, (spec, value) in enumerate(zip(specs, outputs, strict=True)):
+            if spec.kind in ("result", "hyper") or index in placed:
+                continue
+            position = positions.get((spec.kind, spec.name))
+            held = world.values[position] if position is not None else None
+            if held is None and spec.kind == "captured" and spec.name.startswith("constant."):
+                held = program.captured_now()[int(spec.name.split(".")[1])]
+            self._store(spec.kind, spec.name, held, value, executable.outputs[index])
+        for write in program.writes:
+            self._apply(write, world, outputs, executable.outputs)
+        self._write_numbers(program, world, outputs)
+        for name in program.cleared_gradients:
             self._clear_gradient(name)
+
+    def _apply(
+        self, write: Write, world: World, outputs: list[Any], layouts: list[Layout]
+    ) -> None:
+        """Put a new value into its slot; buffers keep their tensor where the shape allows."""
+        if write.kind == "buffer":
+            index = write.value.position
+            held = write.place.get()
+            self._store("buffer", write.place.name, held, outputs[index], layouts[index])
+            return
+        write.apply([self._locals(v)[0] for v in outputs])
+
+    def _write_numbers(self, program: Program, world: World, outputs: list[Any]) -> None:
+        """Set Python values: in the optimizer's state and wherever else the step did."""
+        parameters = {
+            s.name: v for s, v in zip(world.specs, world.values, strict=True) if s.kind == "parameter"
+        }
+        specs = program.graph.meta["signature"].outputs
+        for name, entry in program.new_state.items():
+            assert world.optimizer is not None
+            for path, leaf in pytree.tree_flatten_with_path(entry)[0]:
+                if isinstance(leaf, Lifted) and specs[leaf.position].kind == "hyper":
+                    leaf = self._locals(outputs[leaf.position])[0]
+                if not isinstance(leaf, Lifted | Kept | Tensor):
+                    set_state(world.optimizer.state[parameters[name]], path_name(path), leaf)
+        for place, value in program.python.values():
+            place.set(value)
+        for name, flag in program.requires_grad.items():
+            parameters[name].requires_grad_(flag)
 
     # -- what differs between one rank and lock-step -------------------------------------
 

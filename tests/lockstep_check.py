@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from spmd.capture import Program, capture
 from spmd.layout import Layout, Shard
-from spmd.lifting import lift
+from spmd.lifting import lift, tensor_of
 from spmd.lockstep import PerRank, run_lockstep
 from spmd.mesh import MeshShape
 from spmd.mode import ParallelMode
@@ -116,7 +116,7 @@ def captured(
     def copied(value: Any) -> Tensor:
         if isinstance(value, Tensor):
             return value.detach().clone()
-        return torch.tensor(value, dtype=torch.float64)
+        return tensor_of(value)
 
     program = capture(step, world, lambda position: copied(world.values[position]))
     values = [copied(v) for v in world.values] + [c.detach().clone() for c in program.captured]

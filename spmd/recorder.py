@@ -1,0 +1,268 @@
+"""Watches a step while it is traced: lines, regions, gradients, numbers, and what it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from spmd import ops
+from spmd.errors import CaptureError
+from spmd.guards import Shadow, evaluate, guard_expression
+from spmd.intercept import fused_optimizer, sized_call
+from spmd.lifting import World, path_name, world_parameters
+from spmd.program import Lifted, OutputSpec, Write
+from spmd.source_lines import refuse_user_control_flow, user_line
+from spmd.swapping import Aftermath, is_fake, swapped, with_outputs
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Region:
+    """Where the step is while it is traced: `forward`, `backward` or `optimizer`."""
+
+    in_optimizer: bool = False
+
+    def name(self) -> str:
+        """Return the region's name."""
+        if self.in_optimizer:
+            return "optimizer"
+        return "backward" if torch._C._current_graph_task_id() != -1 else "forward"
+
+
+class Recorder(TorchDispatchMode):
+    """Sits above the tracer: notes lines and regions, answers data-dependent questions."""
+
+    def __init__(self, fake_mode: FakeTensorMode, world: World, fetch: Callable[[int], Any]) -> None:
+        super().__init__()
+        self.fake_mode, self.world, self.fetch = fake_mode, world, fetch
+        self.region = Region()
+        self.lines: dict[str, str] = {}
+        self._line_of_sequence: dict[int, str] = {}
+        self._symbol_nodes: dict[sympy.Symbol, tuple[fx.Proxy, bool]] = {}
+        self._guards: dict[str, Any] = {}
+        self._shadow: Shadow | None = None
+        self._last: fx.Node | None = None
+        self.outputs: list[OutputSpec] = []
+        self.known: dict[int, Tensor] = {}
+        self.after = Aftermath()
+        self.result_spec: Any = None
+        self.result_constants: list[Any] = []
+        self.cleared_gradients: list[str] = []
+
+    # -- tracing -------------------------------------------------------------------
+
+    def run(self, function: Callable[..., Any], inputs: list[Tensor]) -> list[Any]:
+        """Run the step on fakes; called once, by the tracer."""
+        proxy_mode = get_proxy_mode()
+        assert proxy_mode is not None
+        self.tracer = proxy_mode.tracer
+        self._shadow = Shadow(self.tracer.graph, self.tracer.root, self.fetch)
+        self.fake_mode.shape_env.on_guard = self._on_guard
+        self.known = {
+            id(value): stand_in
+            for value, stand_in in zip(self.world.values, inputs, strict=True)
+            if isinstance(value, Tensor)
+        }
+        with self:
+            stand_ins: list[Any] = list(inputs)
+            for position, spec in enumerate(self.world.specs):
+                if spec.kind == "hyper":
+                    stand_ins[position] = self._item(inputs[position], from_tensor=False)
+            flat = [
+                stand_ins[leaf.position] if isinstance(leaf, Lifted) else leaf
+                for leaf in self.world.flat_args
+            ]
+            args, kwargs = pytree.tree_unflatten(flat, self.world.args_spec)
+            with swapped(self.world, stand_ins) as self.after, self._watched(stand_ins):
+                result = function(*args, **kwargs)
+            values = self._collect(result, stand_ins)
+        self.fake_mode.shape_env.on_guard = None
+        return values
+
+    @contextmanager
+    def _watched(self, stand_ins: list[Any]) -> Iterator[None]:
+        """Mark finished gradients and the optimizer's region while the step runs."""
+        handles = []
+        for position, spec in world_parameters(self.world):
+            if stand_ins[position].requires_grad:
+                handles.append(
+                    stand_ins[position].register_post_accumulate_grad_hook(self._marker(spec.name))
+                )
+        optimizer = self.world.optimizer
+        before = dict(optimizer.__dict__) if optimizer is not None else {}
+        original = optimizer.step if optimizer is not None else None
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            self.region.in_optimizer = True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.region.in_optimizer = False
+
+        if optimizer is not None:
+            optimizer.__dict__["step"] = step
+        try:
+            yield
+        finally:
+            if optimizer is not None:
+                # A learning-rate scheduler has put a wrapper of its own there.
+                del optimizer.__dict__["step"]
+                if "step" in before:
+                    optimizer.__dict__["step"] = before["step"]
+            for handle in handles:
+                handle.remove()
+
+    def _marker(self, name: str) -> Callable[[Tensor], None]:
+        def mark(parameter: Tensor) -> None:
+            if parameter.grad is None:
+                return
+            if parameter.grad.is_sparse:
+                raise CaptureError(
+                    f"parameter {name!r} gets a sparse gradient, which the engine does not shard. "
+                    "Build the embedding with sparse=False.",
+                    user_line(),
+                    "sparse-gradient",
+                )
+            with torch.no_grad():
+                parameter.grad = torch.ops.spmd.mark_gradient(parameter.grad, name)
+
+        return mark
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map_only(Tensor, self._known, (args, kwargs or {}))
+        if func is aten._local_scalar_dense.default:
+            return self._item(args[0], from_tensor=True)
+        out = sized_call(func, args, kwargs, self._real)
+        if out is NotImplemented:
+            out = fused_optimizer(func, args, kwargs)
+        if out is NotImplemented:
+            out = func(*args, **kwargs)
+        self._annotate()
+        return out
+
+    def _known(self, tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else self.known.get(id(tensor), tensor)
+
+    def _annotate(self) -> None:
+        """Give the nodes added since the last call their region and source line."""
+        region = self.region.name()
+        line = user_line()
+        if region == "backward":
+            node = torch._C._current_autograd_node()
+            if node is not None:
+                line = self._line_of_sequence.get(node._sequence_nr(), line)
+        elif torch.is_grad_enabled() and line is not None:
+            self._line_of_sequence[torch._C._autograd._get_sequence_nr() - 1] = line
+        last = next(iter(reversed(self.tracer.graph.nodes)), None)
+        node = last
+        while node is not None and node is not self._last and node.op != "root":
+            node.meta.setdefault("custom", {"region": region, "line": line})
+            node = node.prev
+        self._last = last
+
+    # -- numbers out of tensors ------------------------------------------------------
+
+    def _proxy(self, tensor: Tensor) -> fx.Proxy:
+        return get_proxy_slot(tensor, self.tracer).proxy
+
+    def _real(self, tensor: Tensor) -> Tensor:
+        """Return the real value of a traced tensor."""
+        assert self._shadow is not None
+        if not isinstance(tensor, FakeTensor):
+            return tensor
+        return self._shadow.value(self._proxy(tensor).node)
+
+    def _item(self, tensor: Tensor, from_tensor: bool) -> Any:
+        number = aten._local_scalar_dense.default(tensor)
+        self._annotate()
+        if isinstance(number, torch.SymFloat | torch.SymInt | torch.SymBool):
+            symbol = number.node.expr
+            if symbol not in self._symbol_nodes:
+                node = next(
+                    n for n in reversed(self.tracer.graph.nodes)
+                    if n.target is aten._local_scalar_dense.default
+                )
+                self._symbol_nodes[symbol] = (node, from_tensor)
+        return number
+
+    def _on_guard(self, expr: sympy.Basic) -> Any:
+        text, symbols = guard_expression(expr)
+        nodes = [self._node_of(s) for s in symbols]
+        key = f"{text} {[n for n, _ in nodes]}"
+        if key not in self._guards:
+            assert self._shadow is not None
+            if any(from_tensor for _, from_tensor in nodes):
+                refuse_user_control_flow()
+            value = evaluate(text, [self._shadow.value(n) for n, _ in nodes])
+            self._guards[key] = value
+            node = self.tracer.graph.create_node(
+                "call_function", ops.check_value, (text, value, *(n for n, _ in nodes))
+            )
+            node.meta["custom"] = {"region": self.region.name(), "line": user_line()}
+        return sympy.sympify(self._guards[key])
+
+    def _node_of(self, symbol: sympy.Symbol) -> tuple[Any, bool]:
+        for known, entry in self._symbol_nodes.items():
+            if symbol in known.free_symbols:
+                return entry
+        raise CaptureError(f"a number of unknown origin ({symbol}) decides a branch", user_line())
+
+    # -- outputs -----------------------------------------------------------------------
+
+    def _collect(self, result: Any, stand_ins: list[Any]) -> list[Any]:
+        """List what the step returns and leaves behind, with one OutputSpec each."""
+        outputs, after = _Outputs(self.outputs), self.after
+        flat, self.result_spec = pytree.tree_flatten_with_path(result)
+        self.result_constants = [
+            outputs.add("result", path_name(path), leaf) if is_fake(leaf) else leaf
+            for path, leaf in flat
+        ]
+        given = {(s.kind, s.name): v for s, v in zip(self.world.specs, stand_ins, strict=True)}
+        for name, tensor in after.gradients.items():
+            before = given.get(("gradient", name))
+            if tensor is None and before is not None:
+                self.cleared_gradients.append(name)
+            elif tensor is not None and tensor is not before:
+                outputs.add("gradient", name, tensor)
+        after.written[:] = [
+            Write(w.kind, w.place, with_outputs(w.value, outputs.adder(w.kind, w.place.name)))
+            for w in after.written
+        ]
+        for name, entry in after.state.items():
+            after.state[name] = pytree.tree_map_with_path(
+                lambda path, leaf, name=name: outputs.state(f"{name}.{path_name(path)}", leaf),
+                entry,
+            )
+        return outputs.values
+
+
+class _Outputs:
+    """The graph's outputs as they are found."""
+
+    def __init__(self, specs: list[OutputSpec]) -> None:
+        self.specs = specs
+        self.values: list[Any] = []
+
+    def add(self, kind: Any, name: str, value: Any) -> Lifted:
+        self.specs.append(OutputSpec(kind, name))
+        self.values.append(value.detach() if isinstance(value, Tensor) else value)
+        return Lifted(len(self.values) - 1)
+
+    def adder(self, kind: str, name: str) -> Callable[[Any], Lifted]:
+        return lambda value: self.add(kind, name, value)
+
+    def state(self, name: str, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and is_fake(leaf):
+            return self.add("state", name, leaf)
+        return self.add("hyper", f"state.{name}", leaf) if is_fake(leaf) else leaf
