@@ -30,6 +30,7 @@ from spmd_verify.batches import (
 )
 from spmd_verify.default_loss import PROJECTION_NOTE, default_loss, own_loss
 from spmd_verify.discovery import discover
+from spmd_verify.errors import ReferenceRunError
 from spmd_verify.factory_dtype import FactoryDtype
 from spmd_verify.hooks import Case, UserStyle
 from spmd_verify.model_build import (
@@ -266,6 +267,18 @@ class LoadedCase:
             if self.hooks.step is not None:
                 return self.hooks.step(model, optimizer, batch)
             return self._default_step(model, optimizer, batch)
+
+    def on_one_device(self) -> UserCode:
+        """Return the context of single-device runs: what the model raises is the user's.
+
+        Not for runs under a style, where an exception may be the engine's.
+        """
+        return UserCode(
+            "The training step on one device, before any parallel style,",
+            path=self.path,
+            slug="forward-raised",
+            kind=ReferenceRunError,
+        )
 
     def factory_mode(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context every step of this case runs in: see `factory_dtype`."""

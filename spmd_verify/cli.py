@@ -94,7 +94,7 @@ def _run(arguments: argparse.Namespace, words: list[str]) -> int:
     from spmd_verify.exit_codes import decide
     from spmd_verify.progress import Progress
     from spmd_verify.reporters import terminal, write_report
-    from spmd_verify.run import verify  # imports torch
+    from spmd_verify.run import verify
 
     progress = Progress(quiet=options.verbosity < 0)
     try:

@@ -63,7 +63,7 @@ def hf_case(source: str, overrides: Mapping[str, str]) -> tuple[Case, str]:
     auto = getattr(transformers, rules()["heads"][address.head][0])
 
     def get_model() -> nn.Module:
-        model: nn.Module = auto.from_config(copy.deepcopy(config), **_experts(config))
+        model: nn.Module = auto.from_config(copy.deepcopy(config), experts_implementation=_EXPERTS)
         return model.train()
 
     def get_inputs() -> dict[str, Any]:
@@ -179,12 +179,6 @@ def _set_field(
         _set_field(nested, defaults[outer] or {}, inner, value, f"{where}, {outer}")
     else:
         small[outer] = value
-
-
-def _experts(config: Any) -> dict[str, str]:
-    """Return the argument that chooses the kernel of mixture-of-experts layers, if any."""
-    plain = str(config.to_dict())
-    return {"experts_implementation": _EXPERTS} if "expert" in plain else {}
 
 
 def _literal(text: str) -> Any:

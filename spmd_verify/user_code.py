@@ -3,6 +3,7 @@
 Torch-free. Our own errors pass through; `KeyboardInterrupt` and `SystemExit` do too.
 """
 
+import os
 import traceback
 from types import TracebackType
 
@@ -77,7 +78,9 @@ def user_traceback(error: BaseException, path: str) -> str:
         The text of the traceback, without a final newline.
     """
     frames = list(traceback.extract_tb(error.__traceback__))
-    first = next((i for i, frame in enumerate(frames) if frame.filename == path), None)
+    file = os.path.abspath(path)
+    at_user = (i for i, frame in enumerate(frames) if os.path.abspath(frame.filename) == file)
+    first = next(at_user, None)
     if first is None:
         shown = [frame for frame in frames if "/spmd_verify/" not in frame.filename]
     else:

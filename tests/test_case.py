@@ -334,6 +334,19 @@ def test_loss_is_called_with_the_output_alone_where_there_are_no_targets(
     assert len(_train(load_case(write_case(MODEL + INPUTS + text)))) == 2
 
 
+def test_a_forward_that_raises_says_so_before_any_parallel_style(write_case: CaseWriter) -> None:
+    path = write_case(MODEL.replace("self.fc(x)", "self.fc(x.T)") + INPUTS)
+    case = load_case(path)
+    model = case.build_model()
+
+    says = "before any parallel style"
+    with pytest.raises(ReferenceRunError, match=says) as caught, case.on_one_device():
+        case.step(model, case.optimizer(model), case.batch(0))
+
+    assert caught.value.slug == "forward-raised"
+    assert caught.value.detail.splitlines()[1].strip().startswith(f'File "{path}"')
+
+
 def test_the_users_step_replaces_the_whole_step(write_case: CaseWriter) -> None:
     text = (
         MODEL

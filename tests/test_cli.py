@@ -257,7 +257,7 @@ def test_list_prints_the_cells_and_runs_nothing(
 ) -> None:
     path = str(root / "examples/mlp.py")
 
-    assert cli.main([path, "--list", "--explain", "--mesh", "4", "-k", "*/f*"]) == 0
+    assert cli.main([path, "--list", "--explain", "--mesh", "4", "-k", "*/fully*"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if not line.startswith("#")] == [
         f"{path}/fully_shard dp=4 float32"

@@ -194,6 +194,17 @@ def test_a_traceback_begins_in_the_users_file(write_case: CaseWriter) -> None:
     assert detail.splitlines()[-1] == "KeyError: 'deep'"
 
 
+def test_a_relative_path_gives_the_same_traceback(
+    write_case: CaseWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_case("def fail():\n    raise KeyError('deep')\nfail()\n")
+    monkeypatch.chdir(path.rpartition("/")[0])
+
+    lines = _refused("model.py").detail.splitlines()
+
+    assert lines[1].strip() == f'File "{path}", line 6, in <module>'
+
+
 @pytest.mark.parametrize("attribute", ["Nett", "built"])
 def test_the_attribute_must_be_a_class_or_function(write_case: CaseWriter, attribute: str) -> None:
     path = write_case(MODEL + INPUTS + "built = Model()\n")
