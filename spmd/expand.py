@@ -37,6 +37,12 @@ _CHEAP = {
 }  # fmt: skip
 
 
+_REDUCTIONS = {
+    torch.ops._c10d_functional.all_reduce.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+}
+
+
 @dataclass
 class Plan:
     """What a mode decides before the expansion.
@@ -49,6 +55,7 @@ class Plan:
         outputs: Layout of every output; None leaves it as computed, reduced if partial.
         regather: Gather parameters again for backward instead of keeping them.
         strict: Refuse operators without a rule.
+        mean: The graph is one rank's own step; gradients are averaged over all ranks.
     """
 
     mesh: MeshShape
@@ -58,6 +65,7 @@ class Plan:
     outputs: list[Layout | None] = field(default_factory=list)
     regather: bool = True
     strict: bool = False
+    mean: bool = False
 
 
 @dataclass
@@ -103,6 +111,10 @@ class _Expansion:
         self.values: dict[Any, Any] = {}
         self.origin: dict[fx.Node, bool] = {}
         self.fallbacks: Counter[str] = Counter()
+        self.gradient_names: dict[str, tuple[str, ...]] = {}
+        for name, node_name in self.signature.gradients.items():
+            known = self.gradient_names.get(node_name, ())
+            self.gradient_names[node_name] = (*known, name)
         self.calls = 0
 
     def run(self) -> fx.GraphModule:
@@ -166,10 +178,42 @@ class _Expansion:
         )
 
     def _pin_gradient(self, node: fx.Node) -> None:
+        """Reduce a finished gradient where it stands, to where its parameter lives.
+
+        Only backward still sees it as it was computed: a normalisation's bias gradient is
+        also a statistic of its input's gradient, and must not be gathered for that.
+        """
         wanted = self.plan.gradients.get(node.name)
         value = self.values[node]
-        if wanted is not None and isinstance(value, Value):
-            value.forms = {wanted: self._form(value, wanted)}
+        if wanted is None or not isinstance(value, Value):
+            return
+        computed = dict(value.forms)
+        if self.plan.mean:
+            value.forms = self._averaged(value)
+        value.forms = {wanted: self._form(value, wanted)}
+        self._tag_reductions(value.forms[wanted], node, value)
+        if self.plan.mean or (wanted != self.whole and wanted not in computed):
+            self.values[node, "computed"] = Value(value.shape, value.dtype, computed)
+
+    def _averaged(self, value: Value) -> dict[Layout, fx.Node]:
+        """Return a rank's own gradient as its share of the mean over all ranks."""
+        local = self._form(value, self.whole)
+        share = self.emitter.call(aten.div.Tensor, (local, float(self.mesh.num_ranks)), {})
+        return {Layout((Partial("sum"),) * len(self.mesh.sizes)): share}
+
+    def _tag_reductions(self, local: fx.Node, node: fx.Node, value: Value) -> None:
+        """Mark the collectives that reduce this gradient, for the passes."""
+        pending, names = [local], self.gradient_names[node.name]
+        while pending:
+            current = pending.pop()
+            if current.meta.get("global") != node.name or "gradient" in current.meta:
+                continue
+            if current.target in _REDUCTIONS:
+                current.meta["gradient"] = {
+                    "names": names, "dtype": value.dtype, "bytes": value.bytes
+                }  # fmt: skip
+            elif current.op == "call_function":
+                pending += current.all_input_nodes
 
     # -- values ----------------------------------------------------------------------
 
@@ -180,6 +224,8 @@ class _Expansion:
         again for backward; cheap views of them are rebuilt there.
         """
         if not self.origin.get(node):
+            if region == "backward" and (node, "computed") in self.values:
+                return self.values[node, "computed"]
             return self.values[node]
         if region == "optimizer":
             return self.values[node, "optimizer"] if (node, "optimizer") in self.values else self._rebuilt(node, region)

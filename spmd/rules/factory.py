@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+import spmd.ops  # noqa: F401  (defines the operators named below)
 from spmd.rules.base import Call, Rule, Whole, general_rule, rule
 
 aten = torch.ops.aten

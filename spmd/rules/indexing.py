@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spmd.layout import Shard
 from spmd.rules.base import Call, DimRule, Label, Rule, aligned, rule
+from spmd.rules.iota import counting_dim
 
 aten = torch.ops.aten
 
@@ -135,11 +137,31 @@ class _Indexing:
         self.new = [f"n{i}" for i in range(len(self.shape))]
         consecutive = self.indexed == list(range(self.indexed[0], self.indexed[-1] + 1))
         self.at = self.indexed[0] if consecutive else 0
-        self.source = [None if i is not None else d for d, i in enumerate(self.indices)]
+        self.source: list[Label | None] = [
+            None if i is not None else d for d, i in enumerate(self.indices)
+        ]
         kept: list[Label] = [d for d in self.source if d is not None]
         position = sum(1 for d in kept if d < self.at) if consecutive else 0
         self.result: list[Label] = [*kept[:position], *self.new, *kept[position:]]
         self.position = position
+        self.kept = kept
+        self.counted = self._counted(x)
+        for dim, new in self.counted.items():
+            self.source[dim] = self.new[new]
+
+    def _counted(self, x: Tensor) -> dict[int, int]:
+        """Return {indexed dim: new dim} where the index counts the dim's rows in order."""
+        found: dict[int, int] = {}
+        for dim in self.indexed:
+            index = self.indices[dim]
+            along = counting_dim(index)
+            if along is None:
+                continue
+            new = along + len(self.shape) - index.meta["val"].dim()
+            if index.meta["val"].shape[along] == x.shape[dim] == self.shape[new]:
+                if new not in found.values():
+                    found[dim] = new
+        return found
 
     def index_labels(self) -> list[list[Label | None]]:
         labels = []
@@ -154,7 +176,35 @@ class _Indexing:
 @rule(aten.index.Tensor, aten._unsafe_index.Tensor)
 def _index(call: Call) -> Rule:
     dims = _Indexing(call.operands[0], call.argument("indices"))
-    return DimRule([dims.source, *dims.index_labels()], [dims.result], linear=(frozenset((0,)),))
+    labels = [dims.source, *dims.index_labels()]
+    local = _local_rows(dims)
+    return _Lookup(labels, [dims.result], linear=(frozenset((0,)),), local_args=local)
+
+
+class _Lookup(DimRule):
+    """A counted dim may be split only into runs of rows: tiled splits have no single offset."""
+
+    def _sharded(self, label: Label, placement: Shard) -> Any:
+        if placement.outer > 1 and label in self.inputs[0] and isinstance(label, str):
+            return None
+        return super()._sharded(label, placement)
+
+
+def _local_rows(dims: _Indexing) -> Any:
+    """Where a counted dim is split, its index must count from 0 on every rank."""
+    if not dims.counted:
+        return None
+
+    def local(emitter: Any, call: Call, args: list[Any], kwargs: Any, layouts: Any) -> None:
+        indices = list(args[1])
+        for dim in dims.counted:
+            for axis, placement in enumerate(emitter.inputs[0].placements):
+                if isinstance(placement, Shard) and placement.dim == dim:
+                    start = emitter.pick(axis, placement.offsets())
+                    indices[dim] = emitter.call(aten.sub.Tensor, (indices[dim], start), {})
+        args[1] = indices
+
+    return local
 
 
 @rule(aten.index_put.default, aten._unsafe_index_put.default, aten._index_put_impl)
@@ -167,21 +217,23 @@ def _index_put(call: Call) -> Rule:
     source = [None if i is None else dims.result[i] for i in raw]
     inputs = [dims.source, *dims.index_labels(), source]
     if not call.argument("accumulate"):
-        whole = [[None if isinstance(m, str) else m for m in labels] for labels in inputs]
-        return DimRule(whole, [dims.source])
-    return _AccumulateAt(inputs, [dims.source], dims.new)
+        # Later positions overwrite earlier ones, so only rows counted in order are free.
+        free = {dims.new[new] for new in dims.counted.values()}
+        whole = [[None if isinstance(m, str) and m not in free else m for m in labels] for labels in inputs]
+        return _Lookup(whole, [whole[0]], local_args=_local_rows(dims))
+    return _AccumulateAt(inputs, [dims.source], dims.new, _local_rows(dims))
 
 
 def _result_shape(x: Tensor, dims: _Indexing) -> list[int]:
-    kept = [x.shape[d] for d in dims.source if d is not None]
+    kept = [x.shape[d] for d in dims.kept]
     return [*kept[: dims.position], *dims.shape, *kept[dims.position :]]
 
 
-class _AccumulateAt(DimRule):
+class _AccumulateAt(_Lookup):
     """index_put with accumulate: positions split over ranks give a partial sum."""
 
-    def __init__(self, inputs: Any, outputs: Any, new: list[Label]) -> None:
-        super().__init__(inputs, outputs)
+    def __init__(self, inputs: Any, outputs: Any, new: list[Label], local: Any) -> None:
+        super().__init__(inputs, outputs, local_args=local)
         self._new = set(new)
 
     def candidates(self, call: Call, placements: Any, num_ranks: int) -> Any:
