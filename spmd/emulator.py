@@ -7,7 +7,6 @@ rank is computed once.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -92,22 +91,27 @@ class _Walk:
                 (node.args, node.kwargs), lambda n, r=rank: _pick(self.env[n], r)
             )
             results.append(target(*args, **kwargs))
-        if target is operator.getitem and all(isinstance(r, int) for r in results):
-            return results
         return results
+
+    def _per_rank(self, leaf: Any) -> list[Any]:
+        """Return every rank's value of a node, or of a list of nodes."""
+        if isinstance(leaf, (list, tuple)):
+            columns = [self._per_rank(item) for item in leaf]
+            return [list(row) for row in zip(*columns, strict=True)]
+        value = self.env[leaf]
+        return value if isinstance(value, PerRank) else [value] * self.mesh.num_ranks
 
     def _collective(self, node: fx.Node) -> Any:
         name = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
-        value = self.env[node.args[0]]
         if name == "wait_tensor":
-            return value
+            return self.env[node.args[0]]
+        inputs = self._per_rank(node.args[0])
         group_name = str(node.args[-1])
         axis = self.mesh.names.index(group_name)
-        values = value if isinstance(value, PerRank) else PerRank([value] * self.mesh.num_ranks)
         results = PerRank([None] * self.mesh.num_ranks)
         groups = self.mesh.groups(axis)
         for group in groups:
-            parts = [values[r] for r in group]
+            parts = [inputs[r] for r in group]
             outs = _run_collective(name, parts, node.args)
             for rank, out in zip(group, outs, strict=True):
                 results[rank] = out
@@ -127,9 +131,19 @@ def _run_collective(name: str, parts: list[Tensor], args: Any) -> list[Tensor]:
         return _all_to_all(parts, args)
     if name in ("all_reduce_coalesced", "all_gather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"):
         single = name.removesuffix("_coalesced")
+        if single == "all_reduce":
+            return _coalesced_all_reduce(parts, args)  # type: ignore[arg-type, return-value]
         columns = [_run_collective(single, list(column), args) for column in zip(*parts, strict=True)]
         return [list(row) for row in zip(*columns, strict=True)]  # type: ignore[misc]
     raise NotImplementedError(f"collective {name} in lock-step")
+
+
+def _coalesced_all_reduce(parts: list[list[Tensor]], args: Any) -> list[list[Tensor]]:
+    """Reduce the concatenation, as gloo does: an element's order depends on its position."""
+    flat = [torch.cat([t.reshape(-1) for t in row]) for row in parts]
+    pieces = reduced(flat, args[1]).split([t.numel() for t in parts[0]])
+    row = [piece.reshape(t.shape) for piece, t in zip(pieces, parts[0], strict=True)]
+    return [row] * len(parts)
 
 
 def _all_to_all(parts: list[Tensor], args: Any) -> list[Tensor]:

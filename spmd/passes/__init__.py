@@ -7,7 +7,10 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import fx
 
-__all__ = ["Pass", "default_passes", "run_passes"]
+from spmd.passes.buckets import BucketGradientReductions
+from spmd.passes.waits import PlaceWaitsLate
+
+__all__ = ["BucketGradientReductions", "Pass", "PlaceWaitsLate", "default_passes", "run_passes"]
 
 
 @runtime_checkable
@@ -23,7 +26,7 @@ class Pass(Protocol):
 
 def default_passes() -> tuple[Pass, ...]:
     """Return the default pipeline."""
-    return ()
+    return (BucketGradientReductions(), PlaceWaitsLate())
 
 
 def run_passes(
