@@ -15,7 +15,7 @@ from spmd.lifting import World, tensor_of
 from spmd.mode import ParallelMode
 from spmd.overrides import Override
 from spmd.placed import Placed
-from spmd.planning import batch_dims, owner_of
+from spmd.planning import batch_dims, owner_of, sharded_on
 from spmd.program import Signature
 from spmd.ranks import ProcessRanks, local_of
 from spmd.session import CompiledStep, Executable, Options
@@ -123,9 +123,25 @@ class RankStep(CompiledStep):
             if shape is not None:
                 shapes[position] = shape
         self._sizes = {}
-        if self.options.batch == "local":
+        if self.options.mode.gradient_reduction == "mean":
+            self._keep_own_part(world)
+        elif self.options.batch == "local":
             self._exchange_batch(world, shapes)
         return shapes
+
+    def _keep_own_part(self, world: World) -> None:
+        """Under DDP's definition the step is that of this rank's part of the batch."""
+        if self.options.batch == "local":
+            return
+        signature = Signature(world.specs)
+        shapes = [tuple(getattr(v, "shape", ())) for v in world.values]
+        dims = batch_dims(signature, shapes, getattr(self.options.mode, "input_batch_dim", 0))
+        ranks = self.ranks.mesh.num_ranks
+        for position, spec in signature.of_kind("argument"):
+            dim = dims[spec.name]
+            if dim is not None:
+                layout = sharded_on(0, 1, dim, shapes[position][dim], ranks)
+                world.values[position] = self.ranks.part(world.values[position], layout)
 
     def _exchange_batch(self, world: World, shapes: dict[int, tuple[int, ...]]) -> None:
         """Learn the global batch sizes from all ranks; refuse parts chunk does not make."""

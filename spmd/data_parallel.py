@@ -98,15 +98,16 @@ class DataParallel(PassPipelineMode):
         signature = signature_of(gm)
         shapes = [tuple(n.meta["val"].shape) for n in gm.graph.find_nodes(op="placeholder")]
         dims = batch_dims(signature, shapes, self.input_batch_dim)
+        own = self.gradient_reduction == "mean"
 
         def argument(name: str, shape: tuple[int, ...]) -> Layout:
             dim = dims[name]
-            return replicated(1) if dim is None else sharded_on(0, 1, dim, shape[dim], ranks)
+            return replicated(1) if dim is None or own else sharded_on(0, 1, dim, shape[dim], ranks)
 
         plan = plan_layouts(
             gm, mesh, lambda name, shape: self.parameter_layout(shape, ranks), argument
         )
         plan.compute = {i: replicated(1) for i, _ in signature.of_kind("parameter")}
         plan.regather = self.reshard_after_forward
-        plan.strict = self.strict
+        plan.strict, plan.mean, plan.local_draws = self.strict, own, self.rng == "local"
         return expand(gm, plan)

@@ -70,7 +70,7 @@ class DTensorExpandMode(PassPipelineMode):
             return whole if chosen is None else layout_of(chosen, shape, mesh, name)
 
         plan = plan_layouts(gm, mesh, parameter, argument)
-        plan.strict = self.strict
+        plan.strict, plan.local_draws = self.strict, self.rng == "local"
         return expand(gm, plan)
 
 

@@ -56,6 +56,7 @@ class Plan:
         regather: Gather parameters again for backward instead of keeping them.
         strict: Refuse operators without a rule.
         mean: The graph is one rank's own step; gradients are averaged over all ranks.
+        local_draws: Every rank draws its own random numbers.
     """
 
     mesh: MeshShape
@@ -66,6 +67,7 @@ class Plan:
     regather: bool = True
     strict: bool = False
     mean: bool = False
+    local_draws: bool = False
 
 
 @dataclass
@@ -277,7 +279,8 @@ class _Expansion:
             return self._scalar(node, region)
         self.calls += 1
         values = [self._resolve(n, region) for n in operands]
-        call = Call(node, tuple(n.meta["val"] for n in operands), _outputs(node.meta.get("val")))
+        fakes = tuple(n.meta["val"] for n in operands)
+        call = Call(node, fakes, _outputs(node.meta.get("val")), self.plan.local_draws)
         rule = find_rule(call)
         if rule is None:
             self._count_fallback(node)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from spmd.emulator import PerRank, run_lockstep
+from spmd.errors import UsageError
 from spmd.layout import Layout, Shard
 from spmd.lifting import World, tensor_of
 from spmd.mesh import MeshShape, mesh_shape
@@ -58,6 +59,12 @@ def compile(
     from spmd.data_parallel import DataParallel
 
     mode = parallel_mode or DataParallel()
+    if mode.gradient_reduction == "mean":
+        raise UsageError(
+            "gradient_reduction='mean' gives every rank a graph of its own, lock-step runs one "
+            "graph for all. Use processes.",
+            "lockstep-mean",
+        )
     mode.mesh = mesh_shape(mesh)
     options = Options(
         mode, module_override or [], gm_transformation, "global", strict, dump_graphs, recapture_every

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -57,11 +56,25 @@ class BucketGradientReductions:
         return graph_module
 
 
+def _trimmings(node: fx.Node) -> list[fx.Node]:
+    """Return the wait of a reduction and the slices that cut its padding off, in order."""
+    chain = list(node.users)
+    for current in chain:
+        chain += [
+            user
+            for user in current.users
+            if user.target is torch.ops.aten.slice.Tensor
+            and user.meta.get("global") == node.meta.get("global")
+        ]
+    return chain
+
+
 def _may_wait(bucket: list[fx.Node], position: int, order: dict[fx.Node, int]) -> bool:
     """Whether nobody reads a member's result before `position`."""
     for node in bucket:
-        for wait in node.users:
-            if any(order[user] < position for user in wait.users):
+        chain = _trimmings(node)
+        for current in chain:
+            if any(order[user] < position for user in current.users if user not in chain):
                 return False
     return True
 
@@ -79,18 +92,17 @@ def _join(graph: fx.Graph, bucket: list[fx.Node]) -> None:
     }
     anchor = joined
     for index, node in enumerate(bucket):
-        (wait,) = node.users
+        chain = _trimmings(node)
+        wait = chain[0]
         with graph.inserting_after(anchor):
             item = graph.call_function(operator.getitem, (joined, index))
         item.meta |= node.meta
         item.meta.pop("gradient", None)
-        item.append(wait)
         wait.args = (item,)
-        anchor = wait
+        anchor = item
+        for current in chain:
+            anchor.append(current)
+            anchor = current
     for node in bucket:
         graph.erase_node(node)
 
-
-def local_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Return the size of a tensor, in bytes."""
-    return math.prod(shape) * dtype.itemsize

@@ -42,11 +42,13 @@ class Call:
         operands: Its tensor inputs (fake, global shapes), in the order they appear in the
             flattened arguments; None entries of lists are skipped.
         outputs: Its tensor outputs (fake, global shapes), None where a mask left one out.
+        local_draws: Whether ranks may draw their own random numbers (`rng="local"`).
     """
 
     node: fx.Node
     operands: tuple[Tensor, ...]
     outputs: tuple[Tensor | None, ...]
+    local_draws: bool = False
 
     @property
     def target(self) -> Any:

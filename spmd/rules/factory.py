@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import spmd.ops  # noqa: F401  (defines the operators named below)
-from spmd.rules.base import Call, Rule, Whole, general_rule, rule
+from spmd.rules.base import Call, DimRule, Rule, Whole, general_rule, rule
 
 aten = torch.ops.aten
 
@@ -55,7 +55,12 @@ class ShapeOnlyDraw(Rule):
     aten.random,
 )  # fmt: skip
 def _shape_only(call: Call) -> Rule | None:
-    return ShapeOnlyDraw() if len(call.operands) == 1 else GlobalDraw()
+    if len(call.operands) != 1:
+        return GlobalDraw()
+    if call.local_draws:
+        dims = list(range(call.operands[0].dim()))
+        return DimRule([dims], [dims] * len(call.outputs))
+    return ShapeOnlyDraw()
 
 
 @general_rule(lambda target: torch.Tag.nondeterministic_seeded in target.tags)
