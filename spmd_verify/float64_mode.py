@@ -9,7 +9,8 @@ the business of `factory_dtype`. Normative: verdicts.md part 2.2.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -55,7 +56,7 @@ class CaseDtypeDraws(TorchDispatchMode):
     ) -> Any:
         """Run one operator; random ones in the case's dtype."""
         named = dict(kwargs or {})
-        if torch.Tag.nondeterministic_seeded in func.tags and not _draws_nothing(func):
+        if is_random(func):
             result = draw(func, args, named, self.dtype) if self._cast else func(*args, **named)
             if self._trace:
                 self.draws.append((str(func), user_place(), torch.get_rng_state()))
@@ -145,10 +146,12 @@ def _is_float64(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype == torch.float64
 
 
-def _draws_nothing(func: Callable[..., Any]) -> bool:
-    """Say whether a kernel with the tag only computes; see `_NOT_DRAWING`."""
-    name = getattr(func, "overloadpacket", func).__name__
-    return any(part in name for part in _NOT_DRAWING)
+@lru_cache(maxsize=1024)
+def is_random(func: Any) -> bool:
+    """Say whether an operator draws random numbers itself; see `_NOT_DRAWING`."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    return not any(part in func.overloadpacket.__name__ for part in _NOT_DRAWING)
 
 
 def _rrelu(func: Any, args: Sequence[Any], kwargs: dict[str, Any], dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from spmd_verify.norms import as_real, deviation, is_rounding, row_sums, rows_of
+from spmd_verify.norms import as_real, finite_deviation, is_rounding, row_sums, rows_of
 from spmd_verify.trajectory import StepRecord
 from spmd_verify.verdict import limit, noise_floor, unit_roundoff, usable_floor
 
@@ -101,8 +101,8 @@ class Ensemble:
     def _add_one(self, key: Key, value: Tensor, centre: Tensor, by_element: bool) -> None:
         """Take one tensor into the maxima."""
         index, stage, name = key
-        difference = deviation(value, centre, self.expected[index].get(stage, {}).get(name))
-        difference = difference.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        expected = self.expected[index].get(stage, {}).get(name)
+        difference = finite_deviation(value, centre, expected)
         squares = row_sums(difference.square().reshape(value.shape + difference.shape[value.ndim:]))
         total = float(squares.sum())
         if key in self.rows:
@@ -120,6 +120,9 @@ def norm_rows(value: Tensor) -> Tensor:
     """Return the norm of each dim-0 row, float64 [rows]."""
     real = as_real(value).to(torch.float64)
     flat = rows_of(real) if value.ndim else real.reshape(1, -1)
+    rows = flat.square().sum(dim=1).sqrt()
+    if bool(rows.isfinite().all()):
+        return rows
     return flat.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).square().sum(dim=1).sqrt()
 
 

@@ -37,6 +37,14 @@ def num_rows(shape: tuple[int, ...] | list[int]) -> int:
     return int(shape[0]) if shape else 1
 
 
+def finite_deviation(value: Tensor, exact: Tensor, expected: Tensor | None = None) -> Tensor:
+    """Return `deviation` with every element that is still not finite set to 0."""
+    difference = as_real(value).to(torch.float64) - as_real(exact).to(torch.float64)
+    if bool(difference.isfinite().all()):
+        return difference
+    return deviation(value, exact, expected).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
 def deviation(value: Tensor, exact: Tensor, expected: Tensor | None = None) -> Tensor:
     """Return `value - exact` in float64, same shape ([..., 2] for complex).
 

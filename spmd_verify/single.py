@@ -86,9 +86,16 @@ class Reference:
 
 @dataclass
 class SingleDevice:
-    """Runs of one case on one device; builds each model anew from the same state."""
+    """Runs of one case on one device; builds each model anew from the same state.
+
+    Attributes:
+        case: The case.
+        draws: False once the reference is known to draw no random numbers in its steps.
+        twin: The case in float64.
+    """
 
     case: LoadedCase
+    draws: bool = field(default=True, init=False)
     _pristine: nn.Module | None = field(default=None, init=False)
     _can_copy: bool = field(default=True, init=False)
 
@@ -158,7 +165,7 @@ class SingleDevice:
                 member.before(model, index)
             case.seed_step(index)
             with ExitStack() as stack:
-                if in_float64 and self.case.dtype != torch.float64 and modes is None:
+                if in_float64 and self.draws and self.case.dtype != torch.float64 and not modes:
                     stack.enter_context(CaseDtypeDraws(self.case.dtype))
                 stack.enter_context(modes(index) if modes else nullcontext())
                 stack.enter_context(member.around(index) if member else nullcontext())
@@ -242,6 +249,7 @@ def make_reference(case: LoadedCase) -> tuple[SingleDevice, Reference]:
     run = device.run()
     _check_deterministic(device, run)
     _check_finite(case, run)
+    device.draws = _draws(case, run)
     if case.dtype == torch.float64:
         return device, Reference(run, run, run)
     exact, absent, islands = _in_float64(device, run)
@@ -262,6 +270,15 @@ def _check_deterministic(device: SingleDevice, run: Trajectory) -> None:
     if difference is not None:
         step, stage, name = difference
         raise refusals.not_deterministic(device.case.address, stage, name, step)
+
+
+def _draws(case: LoadedCase, run: Trajectory) -> bool:
+    """Say whether any step of a run drew from torch's generator."""
+    for step, after in enumerate(run.random_states):
+        case.seed_step(step)
+        if not torch.equal(torch.get_rng_state(), after):
+            return True
+    return False
 
 
 def _check_finite(case: LoadedCase, run: Trajectory) -> None:
