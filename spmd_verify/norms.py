@@ -24,7 +24,8 @@ def rows_of(value: Tensor) -> Tensor:
     """Return a tensor as [rows, elements per row]; a 0-dim tensor has one row."""
     if value.ndim == 0:
         return value.reshape(1, 1)
-    return value.reshape(value.shape[0], -1)
+    # reshape(n, -1) refuses a part without rows, which small parameters have.
+    return value.flatten(1) if value.ndim > 1 else value.unsqueeze(1)
 
 
 def row_sums(value: Tensor) -> Tensor:
