@@ -225,9 +225,9 @@ def statistics_of(
     clean = difference if not found.non_finite else difference.masked_fill(~finite, 0.0)
     shaped = clean.reshape(local.shape + clean.shape[local.ndim :])
     found.squares = _packed(_row_sums(shaped.square(), local))
+    _add_fit(found, clean, exact)
     if not found.is_exact and local.numel():
         _add_worst(found, local, expected, part)
-        _add_fit(found, clean, exact)
     return found
 
 
