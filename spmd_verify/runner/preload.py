@@ -12,6 +12,8 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import sys
+import threading
 
 from spmd_verify.runner.worker import die_with_parent
 
@@ -23,6 +25,8 @@ MODULES = (
     "torch.distributed.device_mesh",
     "torch.distributed._functional_collectives",
     "torch.fx.experimental.proxy_tensor",
+    "torch._functorch.aot_autograd",
+    "torch.export._trace",
     "torch.nn.parallel",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
@@ -30,7 +34,7 @@ MODULES = (
 )
 """Third-party modules every worker needs; imported whole before the first fork."""
 
-OWN_MODULES = ("spmd", "spmd.compile", "spmd.lockstep", "spmd_verify.runner.jobs")
+OWN_MODULES = ("spmd", "spmd.compile", "spmd.lockstep", "spmd_verify.runner.jobs", "spmd_verify.styles.graph")
 """Our own modules; what is missing here is reported by the job that needs it."""
 
 
@@ -51,8 +55,20 @@ def preload() -> None:
             importlib.import_module(name)
         except ModuleNotFoundError:
             continue
+    _give_tqdm_a_lock()
     gc.collect()
     gc.freeze()
+
+
+def _give_tqdm_a_lock() -> None:
+    """Keep tqdm from making a semaphore of the system's in every worker.
+
+    torch's graph interpreter builds a progress bar even when it shows none; the semaphore
+    would outlive a worker that is killed, and Python would warn about it at exit.
+    """
+    tqdm = sys.modules.get("tqdm")
+    if tqdm is not None:
+        tqdm.tqdm.set_lock(threading.RLock())
 
 
 preload()
