@@ -43,6 +43,7 @@ from spmd_verify.runner.specs import (
     encode,
 )
 from spmd_verify.style_ids import select
+from spmd_verify.styles import axes_of
 from spmd_verify.verdict import LIMITS
 from spmd_verify.version import __version__
 
@@ -216,20 +217,26 @@ class _Run:
 
     def _judge_style(self, case: CaseSpec, style: str, store_path: str) -> None:
         """Run and judge one cell and put it into the record."""
-        spec = CellSpec(
-            case=case,
-            style=style,
-            axes=self.options.mesh.resolve(style),
-            store_path=store_path,
-            is_lockstep=self.options.runner == "lockstep",
-            timeout_seconds=self.options.timeout_seconds,
-        )
-        self.progress.started(f"{case.address}/{style} on {spec.mesh_text}")
+        spec = self._spec(case, style, store_path)
+        self.progress.started(f"{case.address}/{style} on {spec.mesh}")
         answer = self.runner.run_cell(spec, self._heartbeat(style))
         if isinstance(answer, CellEvidence):
             self._add(self._judged(spec, answer))
         else:
             self._add(self._failed(spec, answer))
+
+    def _spec(self, case: CaseSpec, style: str, store_path: str) -> CellSpec:
+        """Describe one cell."""
+        mesh = self.options.mesh
+        return CellSpec(
+            case=case,
+            style=style,
+            mesh=mesh.text(style),
+            axes=axes_of(style, mesh.resolve(style)),
+            store_path=store_path,
+            is_lockstep=self.options.runner == "lockstep",
+            timeout_seconds=self.options.timeout_seconds,
+        )
 
     def _judged(self, spec: CellSpec, evidence: CellEvidence) -> Cell:
         """Let the reference worker judge what the ranks found."""
@@ -266,9 +273,7 @@ class _Run:
         case = CaseSpec(address, self.options.dtype, self.options.seed, self.options.steps, {})
         chosen = styles or list(select(self.options.styles))
         for style in chosen:
-            axes = self.options.mesh.resolve(style)
-            is_lockstep = self.options.runner == "lockstep"
-            spec = CellSpec(case, style, axes, "", is_lockstep, self.options.timeout_seconds)
+            spec = self._spec(case, style, "")
             self._add(_empty_cell(spec, verdict="error", message=str(error)))
 
     def _add(self, cell: Cell) -> None:
@@ -294,7 +299,7 @@ def _empty_cell(
     return Cell(
         case=spec.case.address,
         style=spec.style,
-        mesh=spec.mesh_text,
+        mesh=spec.mesh,
         dtype=spec.case.dtype,
         world_size=spec.num_ranks,
         runner="lockstep" if spec.is_lockstep else "processes",

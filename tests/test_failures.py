@@ -28,7 +28,7 @@ def raised(message: str, kind: str = "RuntimeError") -> Raised:
 
 
 def diagnosis(*ends: RankEnd, is_timeout: bool = False):
-    return diagnose(ends, seconds=4.1, is_timeout=is_timeout, log_dir="/logs")
+    return diagnose(ends, seconds=4.1, is_timeout=is_timeout, log_base="/logs/rank")
 
 
 def test_first_event_that_is_no_lost_connection_is_the_cause():

@@ -161,7 +161,9 @@ def parse_stack(text: str, thread: int) -> list[Frame]:
     return frames
 
 
-def diagnose(ends: Sequence[RankEnd], *, seconds: float, is_timeout: bool, log_base: str) -> Failure:
+def diagnose(
+    ends: Sequence[RankEnd], *, seconds: float, is_timeout: bool, log_base: str
+) -> Failure:
     """Name the root cause of a job that did not finish on every rank.
 
     Args:

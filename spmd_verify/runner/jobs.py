@@ -74,7 +74,8 @@ def write_reference(context: Context, payload: bytes) -> bytes:
     spec = decode(payload, ReferenceSpec)
     case = _loaded(context, spec.case)
     context.note("reference runs on one device")
-    device, reference = make_reference(case)
+    with case.on_one_device():
+        device, reference = make_reference(case)
     context.note("noise runs")
     measured = noise.measure(device, reference)
     context.note("writing the reference")
@@ -155,7 +156,7 @@ def _cell(request: JudgeRequest, reports: list[CellReport], judgement: Judgement
     return Cell(
         case=spec.case.address,
         style=spec.style,
-        mesh=spec.mesh_text,
+        mesh=spec.mesh,
         dtype=spec.case.dtype,
         world_size=spec.num_ranks,
         runner="lockstep" if spec.is_lockstep else "processes",

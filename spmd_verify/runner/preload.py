@@ -34,7 +34,13 @@ MODULES = (
 )
 """Third-party modules every worker needs; imported whole before the first fork."""
 
-OWN_MODULES = ("spmd", "spmd.compile", "spmd.lockstep", "spmd_verify.runner.jobs", "spmd_verify.styles.graph")
+OWN_MODULES = (
+    "spmd",
+    "spmd.compile",
+    "spmd.lockstep",
+    "spmd_verify.runner.jobs",
+    "spmd_verify.styles.graph",
+)
 """Our own modules; what is missing here is reported by the job that needs it."""
 
 

@@ -5,6 +5,7 @@ A case crosses processes as its address and settings only; every process loads i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
@@ -79,7 +80,8 @@ class CellSpec(msgspec.Struct, frozen=True):
     Attributes:
         case: The case.
         style: A name that `styles.find` knows.
-        axes: Mesh axes in mesh order, `{name: ranks}`.
+        mesh: The mesh as records hold it, `dp=2,tp=2`.
+        axes: Mesh axes in mesh order as the style sees them, `{name: ranks}`.
         store_path: Where the reference is.
         is_lockstep: Whether one process holds all ranks.
         timeout_seconds: Time limit of the cell.
@@ -87,6 +89,7 @@ class CellSpec(msgspec.Struct, frozen=True):
 
     case: CaseSpec
     style: str
+    mesh: str
     axes: dict[str, int]
     store_path: str
     is_lockstep: bool
@@ -95,15 +98,7 @@ class CellSpec(msgspec.Struct, frozen=True):
     @property
     def num_ranks(self) -> int:
         """World size of the cell's mesh."""
-        count = 1
-        for size in self.axes.values():
-            count *= size
-        return count
-
-    @property
-    def mesh_text(self) -> str:
-        """The mesh as records hold it, `dp=2,tp=2`."""
-        return ",".join(f"{name}={size}" for name, size in self.axes.items())
+        return math.prod(self.axes.values())
 
 
 class CellEvidence(msgspec.Struct, frozen=True):

@@ -190,8 +190,8 @@ def _enter_group(settings: WorkerSettings, command: Job) -> None:
 
     import torch
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import PrefixStore
     from torch._C._distributed_c10d import FileStore
+    from torch.distributed.distributed_c10d import PrefixStore
 
     if settings.device_type == "cuda":
         torch.cuda.set_device(settings.rank)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Final
@@ -20,6 +22,17 @@ _HOMES: Final[dict[str, str]] = {
     "default": "spmd_verify.styles.graph:DEFAULT",
     "dtensor_expand": "spmd_verify.styles.graph:DTENSOR_EXPAND",
 }
+
+
+# The engine uses a mesh of several axes as one under these (`spmd.DataParallel`).
+_ONE_AXIS: Final = frozenset({"replicate", "fully_shard", "default"})
+
+
+def axes_of(name: str, axes: Mapping[str, int]) -> dict[str, int]:
+    """Return the axes a style sees: `axes`, or one of the same size where it knows only one."""
+    if name in _ONE_AXIS and len(axes) > 1:
+        return {"_".join(axes): math.prod(axes.values())}
+    return dict(axes)
 
 
 def find(name: str) -> Style:

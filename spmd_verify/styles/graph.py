@@ -243,7 +243,8 @@ class _Shared:
         kinds = {spec.kind for spec in compiled.program.graph.meta["signature"].outputs}
         has_changed = "hyper" not in kinds and hyper_parameters(optimizer) != before
         has_numbers = any(
-            not isinstance(mapping[key], Tensor) for _, mapping, key in named_state(model, optimizer)
+            not isinstance(mapping[key], Tensor)
+            for _, mapping, key in named_state(model, optimizer)
         )
         if has_changed or has_numbers:
             self.training = None
@@ -312,9 +313,9 @@ def _dtensor_expand(case: LoadedCase, context: StyleContext, mesh: Any) -> spmd.
     placements: dict[str, Any] = {}
     for (path, leaf), argument in zip(keyed, case.leaf_paths, strict=True):
         if isinstance(leaf, Tensor):
-            dims = declared[argument]
+            dims = [declared[argument][axis] for axis in axes]
             placements[_engine_name(path)] = [
-                TorchReplicate() if dims[axis] is None else TorchShard(dims[axis]) for axis in axes
+                TorchReplicate() if dim is None else TorchShard(dim) for dim in dims
             ]
     return spmd.DTensorExpandMode(mesh=mesh, input_placements=placements)
 
