@@ -7,11 +7,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
+
+from spmd import ctc
 
 aten = torch.ops.aten
 own = torch.ops.spmd
 
 Real = Callable[[Tensor], Tensor]
+
+
+def _measured(measure: Callable[..., Any], *values: Tensor) -> int:
+    """Return a number that real values give, out of sight of the tracer and of fakes."""
+    with _disable_current_modes(), unset_fake_temporarily():
+        return int(measure(*values))
 
 
 def sized_call(func: Any, args: Any, kwargs: Any, real: Real) -> Any:
@@ -28,7 +38,7 @@ def sized_call(func: Any, args: Any, kwargs: Any, real: Real) -> Any:
 
 
 def _nonzero(x: Tensor, *, real: Real) -> Tensor:
-    return own.nonzero(x, int(torch.count_nonzero(real(x))))
+    return own.nonzero(x, _measured(torch.count_nonzero, real(x)))
 
 
 def _masked_select(x: Tensor, mask: Tensor, *, real: Real) -> Tensor:
@@ -71,31 +81,41 @@ def _put(op: Any) -> Callable[..., Any]:
 def _unique2(
     x: Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False, *, real: Real
 ) -> Any:
-    return own.unique(x, None, False, sorted, torch.unique(real(x)).shape[0])
+    size = _measured(lambda v: torch.unique(v).shape[0], real(x))
+    return own.unique(x, None, False, sorted, size)
 
 
 def _unique_dim(
     x: Tensor, dim: int, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False, *, real: Real
 ) -> Any:
-    return own.unique(x, dim, False, sorted, torch.unique(real(x), dim=dim).shape[dim])
+    size = _measured(lambda v: torch.unique(v, dim=dim).shape[dim], real(x))
+    return own.unique(x, dim, False, sorted, size)
 
 
 def _unique_consecutive(
     x: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None, *, real: Real
 ) -> Any:
-    size = torch.unique_consecutive(real(x), dim=dim).shape[dim or 0]
+    size = _measured(lambda v: torch.unique_consecutive(v, dim=dim).shape[dim or 0], real(x))
     return own.unique(x, dim, True, True, size)
 
 
 def _repeat_interleave(repeats: Tensor, *, output_size: int | None = None, real: Real) -> Tensor:
-    size = output_size if output_size is not None else int(real(repeats).sum())
+    size = output_size if output_size is not None else _measured(torch.sum, real(repeats))
     return own.repeat_interleave(repeats, size)
 
 
 def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0, *, real: Real) -> Tensor:
-    values = real(x)
-    size = max(int(values.max()) + 1 if values.numel() else 0, minlength)
+    largest = _measured(lambda v: v.max() + 1 if v.numel() else 0, real(x))
+    size = max(largest, minlength)
     return own.bincount(x, weights, minlength, size)
+
+
+def _ctc_loss(*args: Any, real: Real) -> Any:
+    return ctc.traced_forward(*args, measure=_measured, real=real)
+
+
+def _ctc_loss_backward(*args: Any, real: Real) -> Any:
+    return ctc.traced_backward(*args)
 
 
 _SIZED: dict[Any, Callable[..., Any]] = {
@@ -110,6 +130,10 @@ _SIZED: dict[Any, Callable[..., Any]] = {
     aten.unique_consecutive.default: _unique_consecutive,
     aten.repeat_interleave.Tensor: _repeat_interleave,
     aten.bincount.default: _bincount,
+    aten._ctc_loss.default: _ctc_loss,
+    aten._ctc_loss.Tensor: _ctc_loss,
+    aten._ctc_loss_backward.default: _ctc_loss_backward,
+    aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
 }
 
 

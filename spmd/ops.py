@@ -17,7 +17,8 @@ from spmd.errors import SizeChanged
 _library = torch.library.Library("spmd", "DEF")
 
 
-def _define(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def define(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Define the operator `spmd::<schema>` with its kernel and its shapes."""
     name = schema.split("(")[0]
     _library.define(schema, tags=())
     _library.impl(name, function, "CompositeExplicitAutograd")
@@ -28,7 +29,7 @@ def _clone(x: Tensor, name: str) -> Tensor:
     return x.clone()
 
 
-_define("mark_gradient(Tensor x, str name) -> Tensor", _clone, _clone)
+define("mark_gradient(Tensor x, str name) -> Tensor", _clone, _clone)
 
 
 def _check(what: str, expected: int, actual: int) -> None:
@@ -42,7 +43,7 @@ def _nonzero(x: Tensor, size: int) -> Tensor:
     return out
 
 
-_define(
+define(
     "nonzero(Tensor x, SymInt size) -> Tensor",
     _nonzero,
     lambda x, size: x.new_empty((size, x.dim()), dtype=torch.int64),
@@ -54,7 +55,7 @@ def _repeat_interleave(repeats: Tensor, size: int) -> Tensor:
     return torch.repeat_interleave(repeats)
 
 
-_define(
+define(
     "repeat_interleave(Tensor repeats, SymInt size) -> Tensor",
     _repeat_interleave,
     lambda repeats, size: repeats.new_empty((size,)),
@@ -74,7 +75,7 @@ def _fake_bincount(x: Tensor, weights: Tensor | None, minlength: int, size: int)
     return x.new_empty((size,), dtype=dtype)
 
 
-_define(
+define(
     "bincount(Tensor x, Tensor? weights, int minlength, SymInt size) -> Tensor",
     _bincount,
     _fake_bincount,
@@ -102,7 +103,7 @@ def _fake_unique(x: Tensor, dim: int | None, consecutive: bool, sort: bool, size
     return values, inverse, x.new_empty((size,), dtype=torch.int64)
 
 
-_define(
+define(
     "unique(Tensor x, int? dim, bool consecutive, bool sort, SymInt size)"
     " -> (Tensor, Tensor, Tensor)",
     _unique,

@@ -2,6 +2,7 @@
 
 from spmd.rules import (  # noqa: F401  (importing a family registers its rules)
     attention,
+    ctc,
     factory,
     indexing,
     layers,
