@@ -54,6 +54,7 @@ def functional_graph(
     _collect_writes(graph, signature)
     _remove_aliases(graph)
     _remove_markers(graph, signature)
+    _reshape_views(graph)
     graph.graph.eliminate_dead_code(is_impure_node=is_impure)
     graph.graph.lint()
     graph.recompile()
@@ -151,7 +152,21 @@ def _collect_writes(graph: fx.GraphModule, signature: Signature) -> None:
             source = node.args[1]
             node.replace_all_uses_with(source)
             graph.graph.erase_node(node)
+        elif node.target is aten.copy_.default and isinstance(node.args[0], fx.Node):
+            _forget(graph.graph, node)
     output.args = (values,)
+
+
+def _forget(graph: fx.Graph, copy: fx.Node) -> None:
+    """Replace a `copy_` a decomposition made on a value of its own by what it copies."""
+    target, source = copy.args[0], copy.args[1]
+    old, new = target.meta["val"], source.meta["val"]  # type: ignore[union-attr]
+    if old.shape != new.shape or old.dtype != new.dtype:
+        return
+    later = {user for user in target.users if copy < user}  # type: ignore[union-attr]
+    copy.replace_all_uses_with(source)  # type: ignore[arg-type]
+    target.replace_all_uses_with(source, delete_user_cb=later.__contains__)  # type: ignore
+    graph.erase_node(copy)
 
 
 def _output_index(signature: Signature, key: tuple[str, str]) -> int:
@@ -169,6 +184,17 @@ def _remove_markers(graph: fx.GraphModule, signature: Signature) -> None:
             signature.gradients[name] = source.name
             node.replace_all_uses_with(source)
             graph.graph.erase_node(node)
+
+
+def _reshape_views(graph: fx.GraphModule) -> None:
+    """Let views copy where they must: real strides are not always the traced ones.
+
+    Source: `softplus_backward` on torch 2.13 keeps its operand's strides, its fake does not.
+    Without mutation a copy is the same value.
+    """
+    for node in graph.graph.nodes:
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default
 
 
 def _remove_aliases(graph: fx.GraphModule) -> None:
