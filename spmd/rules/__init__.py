@@ -3,13 +3,18 @@
 from spmd.rules import (  # noqa: F401  (importing a family registers its rules)
     attention,
     ctc,
+    cuts,
     factory,
     indexing,
+    joins,
     layers,
+    linalg,
     listed,
     matmul,
     pointwise,
+    pools,
     reduction,
+    strided,
     views,
 )
 from spmd.rules.base import Call, Candidate, DimRule, Rule, Whole, find_rule
