@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from spmd.conversions import Formatted, idle_conversions
+from spmd.conversions import idle_conversions
 from spmd.functional import functional_graph
 from spmd.guards import ValuedShapeEnv
 from spmd.lifting import World, tensor_of
@@ -58,7 +58,6 @@ def capture(
         stack.enter_context(_without_mkldnn())
         stack.enter_context(_generator_kept())
         stack.enter_context(idle_conversions())
-        stack.enter_context(Formatted())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         traced = make_fx(
             lambda *inputs: recorder.run(function, list(inputs)),

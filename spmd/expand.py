@@ -7,10 +7,8 @@ forms, so nothing is communicated twice.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,8 +16,9 @@ from torch import Tensor, fx
 
 from spmd.emit import Emitter
 from spmd.errors import StrictFallbackError
-from spmd.layout import Layout, Partial, Placement, Replicate, Shard, local_shape, replicated
+from spmd.layout import Layout, Partial, Replicate, Shard, local_shape, replicated
 from spmd.mesh import MeshShape
+from spmd.plan import Plan, Value, move_cost
 from spmd.program import Signature, signature_of
 from spmd.redistribute import redistribute
 from spmd.rules import Call, Candidate, Rule, Whole, find_rule
@@ -41,47 +40,6 @@ _REDUCTIONS = {
     torch.ops._c10d_functional.all_reduce.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 }
-
-
-@dataclass
-class Plan:
-    """What a mode decides before the expansion.
-
-    Attributes:
-        mesh: Axis names and sizes.
-        inputs: Layout of every placeholder, in signature order.
-        compute: Position of a placeholder -> layout in which forward and backward see it.
-        gradients: Name of a node -> layout its finished gradient is reduced to.
-        outputs: Layout of every output; None leaves it as computed, reduced if partial.
-        regather: Gather parameters again for backward instead of keeping them.
-        strict: Refuse operators without a rule.
-        mean: The graph is one rank's own step; gradients are averaged over all ranks.
-        local_draws: Every rank draws its own random numbers.
-    """
-
-    mesh: MeshShape
-    inputs: list[Layout]
-    compute: dict[int, Layout] = field(default_factory=dict)
-    gradients: dict[str, Layout] = field(default_factory=dict)
-    outputs: list[Layout | None] = field(default_factory=list)
-    regather: bool = True
-    strict: bool = False
-    mean: bool = False
-    local_draws: bool = False
-
-
-@dataclass
-class Value:
-    """A global value and the local nodes that hold it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    forms: dict[Layout, fx.Node]
-
-    @property
-    def bytes(self) -> int:
-        """Size of the global value, in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def expand(graph: fx.GraphModule, plan: Plan) -> fx.GraphModule:
@@ -230,7 +188,11 @@ class _Expansion:
                 return self.values[node, "computed"]
             return self.values[node]
         if region == "optimizer":
-            return self.values[node, "optimizer"] if (node, "optimizer") in self.values else self._rebuilt(node, region)
+            return (
+                self.values[node, "optimizer"]
+                if (node, "optimizer") in self.values
+                else self._rebuilt(node, region)
+            )
         if region == "backward" and not self.plan.regather:
             region = "forward"
         if (node, region) not in self.values:
@@ -272,8 +234,8 @@ class _Expansion:
             if isinstance(source, (list, tuple)):
                 return source[node.args[1]]
         operands = _tensor_operands(node)
-        self.origin[node] = bool(operands) and node.target in _CHEAP and all(
-            self.origin.get(n) for n in operands
+        self.origin[node] = (
+            bool(operands) and node.target in _CHEAP and all(self.origin.get(n) for n in operands)
         )
         if not isinstance(node.target, torch._ops.OpOverload):
             return self._scalar(node, region)
@@ -395,21 +357,6 @@ _WHOLE = Whole()
 _getitem = operator.getitem
 
 
-def move_cost(size: int, have: Placement, wanted: Placement, num_ranks: int) -> float:
-    """Return the bytes each rank moves to bring a value of `size` bytes from one placement
-    to another: ring all_gather and reduce_scatter (n-1)/n, all_reduce twice that."""
-    if have == wanted:
-        return 0.0
-    share = size * (num_ranks - 1) / num_ranks
-    if isinstance(have, Replicate):
-        return 1e-5 * size if isinstance(wanted, Shard) else 2e-5 * size
-    if isinstance(have, Shard):
-        return share if isinstance(wanted, Replicate) else 2 * share + 1
-    if isinstance(wanted, Partial):
-        return math.inf
-    return 2 * share + 1 if isinstance(wanted, Replicate) else share + 1
-
-
 def _all_replicated(num_inputs: int, num_outputs: int) -> Candidate:
     whole = Replicate()
     return Candidate((whole,) * num_inputs, (whole,) * num_outputs)
@@ -453,8 +400,6 @@ def _outputs(fake: Any) -> tuple[Tensor | None, ...]:
     return (fake if isinstance(fake, Tensor) else None,)
 
 
-def layout_shapes(
-    shape: tuple[int, ...], layout: Layout, mesh: MeshShape
-) -> list[tuple[int, ...]]:
+def layout_shapes(shape: tuple[int, ...], layout: Layout, mesh: MeshShape) -> list[tuple[int, ...]]:
     """Return the local shape on every rank, in rank order."""
     return [local_shape(shape, layout, c) for c in mesh.coordinates()]

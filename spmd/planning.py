@@ -8,9 +8,9 @@ from collections.abc import Callable
 from torch import fx
 
 from spmd.errors import UsageError
-from spmd.expand import Plan
 from spmd.layout import Layout, replicated, shard
 from spmd.mesh import MeshShape
+from spmd.plan import Plan
 from spmd.program import Signature, signature_of
 
 BatchDims = int | dict[str, int | None]
@@ -63,7 +63,9 @@ def plan_layouts(
             return argument_layout(name, shape)
         return whole
 
-    inputs = [home(s.kind, s.name, shape) for s, shape in zip(signature.inputs, shapes, strict=True)]
+    inputs = [
+        home(s.kind, s.name, shape) for s, shape in zip(signature.inputs, shapes, strict=True)
+    ]
     outputs: list[Layout | None] = []
     leaves = next(n for n in graph.graph.nodes if n.op == "output").args[0]
     for spec, leaf in zip(signature.outputs, leaves, strict=True):
@@ -74,7 +76,9 @@ def plan_layouts(
     return Plan(mesh, inputs, gradients=gradients, outputs=outputs)
 
 
-def batch_dims(signature: Signature, shapes: list[tuple[int, ...]], wanted: BatchDims) -> dict[str, int | None]:
+def batch_dims(
+    signature: Signature, shapes: list[tuple[int, ...]], wanted: BatchDims
+) -> dict[str, int | None]:
     """Return {argument: batch dim or None}.
 
     With an int, the arguments whose size on that dim is the batch size are split; the
@@ -97,7 +101,11 @@ def batch_dims(signature: Signature, shapes: list[tuple[int, ...]], wanted: Batc
             "input-batch-dim",
         )
     sizes = Counter(s[wanted] for s in with_dim.values())
-    batch = max(sizes, key=lambda n: (sizes[n], n == next(iter(with_dim.values()))[wanted])) if sizes else 0
+    batch = (
+        max(sizes, key=lambda n: (sizes[n], n == next(iter(with_dim.values()))[wanted]))
+        if sizes
+        else 0
+    )
     return {
         name: wanted % len(shape) if name in with_dim and shape[wanted] == batch else None
         for name, shape in arguments.items()

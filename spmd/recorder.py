@@ -16,12 +16,14 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmd import ops
+from spmd.conversions import Formatted
 from spmd.errors import CaptureError
 from spmd.guards import Shadow, evaluate, guard_expression
 from spmd.intercept import fused_optimizer, sized_call
 from spmd.lifting import World, path_name, world_parameters
 from spmd.program import Lifted, OutputSpec, Write
 from spmd.source_lines import refuse_user_control_flow, user_line
+from spmd.substitutes import Substitutes, substitute
 from spmd.swapping import Aftermath, is_fake, swapped, with_outputs
 
 aten = torch.ops.aten
@@ -74,7 +76,7 @@ class Recorder(TorchDispatchMode):
             for value, stand_in in zip(self.world.values, inputs, strict=True)
             if isinstance(value, Tensor)
         }
-        with self:
+        with self, Substitutes(), Formatted():
             stand_ins: list[Any] = list(inputs)
             for position, spec in enumerate(self.world.specs):
                 if spec.kind == "hyper":
@@ -143,7 +145,11 @@ class Recorder(TorchDispatchMode):
         args, kwargs = pytree.tree_map_only(Tensor, self._known, (args, kwargs or {}))
         if func is aten._local_scalar_dense.default:
             return self._item(args[0], from_tensor=True)
-        out = sized_call(func, args, kwargs, self._real)
+        if func is aten.equal.default:
+            return self._equal(*args)
+        out = substitute(func, args, kwargs)
+        if out is NotImplemented:
+            out = sized_call(func, args, kwargs, self._real)
         if out is NotImplemented:
             out = fused_optimizer(func, args, kwargs)
         if out is NotImplemented:
@@ -195,6 +201,10 @@ class Recorder(TorchDispatchMode):
                 )
                 self._symbol_nodes[symbol] = (node, from_tensor)
         return number
+
+    def _equal(self, x: Tensor, y: Tensor) -> bool:
+        """Answer torch's own question and guard the answer."""
+        return x.shape == y.shape and bool(self._item((x == y).all(), from_tensor=True))
 
     def _on_guard(self, expr: sympy.Basic) -> Any:
         text, symbols = guard_expression(expr)
