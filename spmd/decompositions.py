@@ -63,6 +63,22 @@ def _foreach_norm(tensors: list[Tensor], order: float = 2, dtype: Any = None) ->
     return [torch.linalg.vector_norm(t, order, dtype=dtype) for t in tensors]
 
 
+def _norm(
+    x: Tensor, order: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None
+) -> Tensor:
+    return torch.linalg.vector_norm(x, 2 if order is None else order, dim or None, keepdim, dtype=dtype)
+
+
+def _embedding_renorm(weight: Tensor, indices: Tensor, max_norm: float, norm_type: float) -> Tensor:
+    """Scale the rows that are looked up and too long; each rank marks the rows it looks up."""
+    marks = weight.new_zeros(weight.shape[0])
+    ones = marks.new_ones(indices.numel())
+    marks = marks.index_put((indices.reshape(-1),), ones, accumulate=True)
+    norms = torch.linalg.vector_norm(weight, norm_type, 1)
+    scale = torch.where((marks > 0) & (norms > max_norm), max_norm / (norms + 1e-7), 1.0)
+    return weight * scale.unsqueeze(1)
+
+
 TABLE: dict[Any, Any] = dict(
     get_decompositions(
         [
@@ -92,6 +108,11 @@ TABLE: dict[Any, Any] = dict(
             aten.soft_margin_loss_backward,
             aten.native_dropout_backward,
             aten.logsumexp,
+            aten.rot90,
+            aten.diag_embed,
+            aten.aminmax,
+            aten.glu,
+            aten.glu_backward,
         ]
     )
 ) | {
@@ -102,4 +123,11 @@ TABLE: dict[Any, Any] = dict(
     aten.std.correction: _std,
     aten.std_mean.correction: _std_mean,
     aten._foreach_norm.Scalar: _foreach_norm,
+    aten.norm.ScalarOpt_dim: _norm,
+    aten.norm.ScalarOpt_dtype: lambda x, order, *, dtype: _norm(x, order, dtype=dtype),
+    aten.norm.ScalarOpt_dim_dtype: lambda x, order, dim, keepdim, *, dtype: _norm(
+        x, order, dim, keepdim, dtype
+    ),
+    aten.norm.Scalar: _norm,
+    aten.embedding_renorm.default: _embedding_renorm,
 }

@@ -44,3 +44,25 @@ def _filled(sizes: list[int], dtype: torch.dtype, fill: float, device: torch.dev
 def first_rank_only(x: Tensor, coordinate: int) -> Tensor:
     """Return `x` on rank 0 of an axis and zeros elsewhere: a replicated value as a sum."""
     return x if coordinate == 0 else torch.zeros_like(x)
+
+
+def _laid_out(x: Tensor, shape: list[int], strides: list[int]) -> Tensor:
+    base = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
+    return base.copy_(x)
+
+
+def read_strided(
+    x: Tensor, shape: list[int], strides: list[int], size: list[int], stride: list[int], offset: int
+) -> Tensor:
+    """Return `as_strided(size, stride, offset)` of `x` laid out with `shape` and `strides`."""
+    return _laid_out(x, shape, strides).as_strided(size, stride, offset)
+
+
+def write_strided(
+    x: Tensor, source: Tensor, shape: list[int], strides: list[int], size: list[int],
+    stride: list[int], offset: int,
+) -> Tensor:  # fmt: skip
+    """Return `x`, laid out with `shape` and `strides`, with `source` written at a stride."""
+    base = _laid_out(x, shape, strides)
+    base.as_strided(size, stride, offset).copy_(source)
+    return base

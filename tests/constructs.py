@@ -116,7 +116,9 @@ def run(construct: Construct, size: int, modes: Sequence[Any] = MODES) -> list[O
     for outcome in outcomes:
         extra = set(outcome.fallbacks) - construct.falls_back
         assert not extra, f"{outcome.mode}: fell back for {sorted(extra)}"
-        if outcome.mode == "replicate" and not construct.gathers and not construct.falls_back:
+        # Of a very small batch the cost rule may gather what is cheaper than a reduction.
+        divided = size >= 7 and not construct.gathers and not construct.falls_back
+        if outcome.mode == "replicate" and divided:
             assert not outcome.gathers, f"activations gathered: {dict(outcome.gathers)}"
     return outcomes
 

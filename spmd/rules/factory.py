@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import spmd.ops  # noqa: F401  (defines the operators named below)
+import spmd.substitutes  # noqa: F401
 from spmd.rules.base import Call, DimRule, Rule, Whole, general_rule, rule
 
 aten = torch.ops.aten
@@ -52,7 +53,7 @@ class ShapeOnlyDraw(Rule):
 @rule(
     aten.bernoulli.p, aten.rand_like, aten.randn_like, aten.randint_like, aten.uniform,
     aten.normal_functional, aten.exponential, aten.geometric, aten.cauchy, aten.log_normal,
-    aten.random,
+    aten.random, torch.ops.spmd.bernoulli,
 )  # fmt: skip
 def _shape_only(call: Call) -> Rule | None:
     if len(call.operands) != 1:

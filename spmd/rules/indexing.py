@@ -84,18 +84,15 @@ class _Accumulate(DimRule):
         yield from super().candidates(call, placements, num_ranks)
         partial = Partial("sum")
         source = self._source
-        for placement in placements[source]:
-            if isinstance(placement, Shard) and placement.dim == self._dim:
-                inputs: list[Any] = [partial] + [placement] * (len(placements) - 1)
-                for i, x in enumerate(call.operands[1:], 1):
-                    if x.dim() == 1:
-                        inputs[i] = placement.moved(0)
-                yield Candidate(tuple(inputs), (partial,))
-            if isinstance(placement, Shard) and placement.dim != self._dim:
-                # Rows of a free dim that the tensor lacks cannot occur here.
-                continue
+        # The position dim of each operand: an index of one dim is that dim.
+        at = [0 if x.dim() == 1 else self._dim for x in call.operands]
+        for operand in range(1, len(placements)):
+            for placement in placements[operand]:
+                if isinstance(placement, Shard) and placement.dim == at[operand]:
+                    split = [placement.moved(dim) for dim in at[1:]]
+                    yield Candidate((partial, *split), (partial,))
         if partial in placements[source]:
-            inputs = [REPLICATE] * len(placements)
+            inputs: list[Any] = [REPLICATE] * len(placements)
             inputs[0] = inputs[source] = partial
             yield Candidate(tuple(inputs), (partial,))
 

@@ -157,7 +157,7 @@ def _resample_backward(call: Call) -> Rule:
 @rule(
     aten.grid_sampler_2d, aten.grid_sampler_3d, aten.grid_sampler_2d_backward,
     aten.grid_sampler_3d_backward, aten.im2col, aten.col2im, aten._fft_r2c, aten._fft_c2r,
-    aten._fft_c2c, aten.affine_grid_generator, aten.channel_shuffle, aten.rrelu_with_noise_backward,
+    aten._fft_c2c, aten.channel_shuffle,
 )  # fmt: skip
 def _batch_first(call: Call) -> Rule | None:
     if call.target._schema.name.startswith("aten::_fft"):

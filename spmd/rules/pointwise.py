@@ -82,6 +82,7 @@ def _pointwise(call: Call) -> Rule | None:
     aten.floor_divide, aten.clamp, aten.prelu, aten._prelu_kernel, aten._prelu_kernel_backward,
     aten.nan_to_num, aten.heaviside, aten.log_sigmoid_forward, aten.bitwise_not,
     aten.glu_jvp, aten.igamma, aten.igammac, aten.lerp, aten.isin.Tensor_Scalar,
+    aten.hardswish, aten.rrelu_with_noise_backward,
     aten.fmod, aten.remainder, aten.copysign, aten.special_xlog1py, aten.xlogy,
     aten.kl_div, aten._conj_physical, aten.conj_physical, aten.addcmul, aten.addcdiv,
 )  # fmt: skip

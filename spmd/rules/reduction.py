@@ -12,7 +12,7 @@ from spmd.rules.base import Call, DimRule, Label, Rule, rule
 aten = torch.ops.aten
 
 _REDUCE_OP = {"sum": "sum", "nansum": "sum", "count_nonzero": "sum", "amax": "max", "amin": "min",
-              "max": "max", "min": "min", "any": "max", "all": "min"}  # fmt: skip
+              "max": "max", "min": "min", "any": "max", "all": "min", "_is_any_true": "max", "_is_all_true": "min"}  # fmt: skip
 
 
 def reduced_dims(call: Call, ndim: int) -> list[int]:
@@ -32,7 +32,7 @@ def _kept(labels: list[Label], dims: list[int], keepdim: bool) -> list[Label | N
 
 @rule(
     aten.sum, aten.nansum, aten.count_nonzero, aten.amax, aten.amin, aten.max.default,
-    aten.min.default, aten.any, aten.all,
+    aten.min.default, aten.any, aten.all, aten._is_any_true, aten._is_all_true,
 )  # fmt: skip
 def _reduction(call: Call) -> Rule:
     x = call.operands[0]
