@@ -20,6 +20,7 @@ from spmd_verify.record import Cause
 from spmd_verify.store import Entry
 from spmd_verify.verdict import limit
 
+
 @dataclass(frozen=True)
 class Evidence:
     """What is known of one differing tensor.
@@ -105,7 +106,9 @@ def factor(evidence: Evidence) -> Fit | None:
     if math.prod(evidence.entry.shape) == 1 and not meaning:
         return None
     digits = f"{k:.7g}" if abs(excess) > 1e-5 else f"(1 {excess:+.2g})"
-    text = f"{evidence.entry.name} is {digits} x the reference" + (f": {meaning}" if meaning else "")
+    text = f"{evidence.entry.name} is {digits} x the reference" + (
+        f": {meaning}" if meaning else ""
+    )
     cause = _cause(evidence, "factor", text, residual)
     cause.factor = k
     for name, size in evidence.axes.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -102,10 +103,11 @@ def compare(
         One entry per distinct copy of a part; tensors that the reference does not have are
         reported only where they carry signal.
     """
+    scene = _Scene(store, run, step, tuple(mesh_shape))
     found: list[Statistics] = []
     for stage in STAGES:
         for name, observed in observation.get(stage, {}).items():
-            found.extend(_compare_one(store, observed, run, step, stage, name, mesh_shape))
+            found.extend(_compare_one(scene, stage, name, observed))
     return found
 
 
@@ -132,58 +134,68 @@ def hyper_parameter_differences(
     ]
 
 
-def _compare_one(
-    store: Store,
-    observed: Observed,
-    run: str,
-    step: int,
-    stage: str,
-    name: str,
-    mesh_shape: Sequence[int],
-) -> Iterator[Statistics]:
+@dataclass(frozen=True)
+class _Scene:
+    """What all tensors of one step are compared against."""
+
+    store: Store
+    run: str
+    step: int
+    mesh_shape: tuple[int, ...]
+
+
+def _compare_one(scene: _Scene, stage: str, name: str, observed: Observed) -> Iterator[Statistics]:
     """Compare one tensor: each distinct part once, equal copies counted together."""
-    entry = store.entry(step, stage, name)
-    for layout, held in _reduced(observed, mesh_shape):
+    entry = scene.store.entry(scene.step, stage, name)
+    for layout, held in _reduced(observed, scene.mesh_shape):
         groups: dict[Region, list[tuple[Coordinate, Tensor]]] = {}
         for coordinate, local in held:
-            base = {"run": run, "step": step, "stage": stage, "name": name}
-            shown = {**base, "coordinates": [coordinate], "layout": describe(layout)}
+            found = Statistics(
+                run=scene.run,
+                step=scene.step,
+                stage=stage,
+                name=name,
+                coordinates=[coordinate],
+                layout=describe(layout),
+                numel=local.numel(),
+            )
             if entry is None:
-                if bool(local.any()):
-                    yield Statistics(**shown, numel=local.numel(), has_signal=True,
-                                     problem="the reference has no such tensor")
+                found.has_signal = bool(local.any())
+                found.problem = "the reference has no such tensor"
+                if found.has_signal:
+                    yield found
                 continue
-            part, why = _part_of(store, entry, layout, local, mesh_shape, coordinate, run)
+            part, found.problem = _part_of(scene, entry, layout, local, coordinate)
             if part is None:
-                yield Statistics(**shown, problem=why)
+                yield found
             else:
                 groups.setdefault(part, []).append((coordinate, local))
         if entry is None:
             continue
         for part, copies in groups.items():
-            yield from _compare_copies(store, entry, run, part, copies, describe(layout))
+            yield from _compare_copies(scene, entry, part, copies, describe(layout))
 
 
 def _compare_copies(
-    store: Store,
+    scene: _Scene,
     entry: Entry,
-    run: str,
     part: Region,
     copies: list[tuple[Coordinate, Tensor]],
     layout: str,
 ) -> Iterator[Statistics]:
     """Compare the copies of one part that this process holds, equal ones once."""
+    store = scene.store
     expected = store.expected(entry.step, entry.stage, entry.name, part)
     exact = expected
     if is_rounding(expected):
-        exact = store.exact(run, entry.step, entry.stage, entry.name, part)
+        exact = store.exact(scene.run, entry.step, entry.stage, entry.name, part)
     distinct: list[tuple[Tensor, Statistics]] = []
     for coordinate, local in copies:
         twin = next((known for tensor, known in distinct if same_bits(tensor, local)), None)
         if twin is not None:
             twin.coordinates.append(coordinate)
             continue
-        statistics = statistics_of(local, expected, exact, entry, run, part)
+        statistics = statistics_of(local, expected, exact, entry, scene.run, part)
         statistics.coordinates, statistics.layout = [coordinate], layout
         distinct.append((local, statistics))
     yield from (statistics for _, statistics in distinct)
@@ -337,46 +349,36 @@ def _combine(values: list[Tensor], operation: str) -> Tensor:
 
 
 def _part_of(
-    store: Store,
-    entry: Entry,
-    layout: Any,
-    local: Tensor,
-    mesh_shape: Sequence[int],
-    coordinate: Coordinate,
-    run: str,
-) -> tuple[Region | None, str]:
+    scene: _Scene, entry: Entry, layout: Any, local: Tensor, coordinate: Coordinate
+) -> tuple[Region | None, str | None]:
     """Return where a local tensor lies in the global one, or why that cannot be said."""
     if layout is not None:
         if partial_axes(layout):
             return None, f"a reduction is still due: {describe(layout)}"
-        part = region(entry.shape, layout, mesh_shape, coordinate)
+        part = region(entry.shape, layout, scene.mesh_shape, coordinate)
         if part.shape != tuple(local.shape):
             return None, f"shape {list(local.shape)}, expected {list(part.shape)}"
-        return part, ""
-    fitting = [
-        part
-        for part in _guessed(entry, mesh_shape, coordinate)
-        if part.shape == tuple(local.shape)
-    ]
+        return part, None
+    guessed = _guessed(entry, scene.mesh_shape, coordinate)
+    fitting = [part for part in guessed if part.shape == tuple(local.shape)]
     if not fitting:
         return None, f"layout unknown: shape {list(local.shape)}, global {entry.shape}"
-    if len(fitting) == 1:
-        return fitting[0], ""
 
     def distance(part: Region) -> float:
-        exact = store.exact(run, entry.step, entry.stage, entry.name, part)
+        exact = scene.store.exact(scene.run, entry.step, entry.stage, entry.name, part)
         return float(deviation(local, exact).nan_to_num().square().sum())
 
-    return min(fitting, key=distance), ""
+    return (fitting[0] if len(fitting) == 1 else min(fitting, key=distance)), None
 
 
 def _guessed(entry: Entry, mesh_shape: Sequence[int], coordinate: Coordinate) -> list[Region]:
     """Return the distinct parts that an undeclared tensor may be: whole, or a chunk of a dim."""
-    whole = [_WHOLE] * len(mesh_shape)
-    layouts = [tuple(whole)]
-    for axis in range(len(mesh_shape)):
-        for dim in range(len(entry.shape)):
-            layouts.append((*whole[:axis], _Chunk(dim), *whole[axis + 1 :]))
+    whole = (_WHOLE,) * len(mesh_shape)
+    layouts = [whole] + [
+        (*whole[:axis], _Chunk(dim), *whole[axis + 1 :])
+        for axis in range(len(mesh_shape))
+        for dim in range(len(entry.shape))
+    ]
     return list(
         dict.fromkeys(region(entry.shape, layout, mesh_shape, coordinate) for layout in layouts)
     )

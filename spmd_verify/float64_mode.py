@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -66,9 +67,7 @@ class CaseDtypeDraws(TorchDispatchMode):
         return result
 
 
-def draw(
-    func: Any, args: Sequence[Any], kwargs: dict[str, Any], dtype: torch.dtype
-) -> Any:
+def draw(func: Any, args: Sequence[Any], kwargs: dict[str, Any], dtype: torch.dtype) -> Any:
     """Execute one random operator in `dtype` and give its result in float64.
 
     Operators that multiply a mask into their input (`native_dropout`, `rrelu_with_noise`)
@@ -93,16 +92,16 @@ def draw(
     if kwargs.get("dtype") == torch.float64:
         kwargs, was_cast = {**kwargs, "dtype": dtype}, True
     result = func(*low, **kwargs)
-    if isinstance(result, Tensor) and result.is_floating_point() and (
-        was_cast or kwargs.get("dtype") is None
+    if (
+        isinstance(result, Tensor)
+        and result.is_floating_point()
+        and (was_cast or kwargs.get("dtype") is None)
     ):
         return result.to(torch.float64)
     return result
 
 
-def note_island(
-    islands: dict[str, None], func: Any, result: Any, dtype: torch.dtype
-) -> None:
+def note_island(islands: dict[str, None], func: Any, result: Any, dtype: torch.dtype) -> None:
     """Add the place of an operator whose floating result is coarser than `dtype`.
 
     0-dim results are step counters and scalars, which lose nothing that matters.
@@ -120,12 +119,13 @@ def note_island(
 
 def user_place() -> str:
     """Return `file:line` of the innermost frame of the user's code; `backward` if none."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if not any(part in path for part in _SKIPPED_FRAMES):
-            if "/site-packages/" not in path or "/transformers/" in path:
-                return f"{path.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+        is_ours = any(part in path for part in _SKIPPED_FRAMES)
+        is_library = "/site-packages/" in path and "/transformers/" not in path
+        if not is_ours and not is_library:
+            return f"{path.rsplit('/', 1)[-1]}:{frame.f_lineno}"
         frame = frame.f_back
     return "backward"
 
@@ -154,7 +154,7 @@ def is_random(func: Any) -> bool:
     return not any(part in func.overloadpacket.__name__ for part in _NOT_DRAWING)
 
 
-def _rrelu(func: Any, args: Sequence[Any], kwargs: dict[str, Any], dtype: torch.dtype) -> Tensor:
+def _rrelu(func: Any, args: Sequence[Any], kwargs: dict[str, Any], dtype: torch.dtype) -> Any:
     """Draw rrelu's slopes in `dtype`, apply them in float64."""
     source, noise = args[0], args[1]
     low_noise = noise.to(dtype)

@@ -103,7 +103,9 @@ class Ensemble:
         index, stage, name = key
         expected = self.expected[index].get(stage, {}).get(name)
         difference = finite_deviation(value, centre, expected)
-        squares = row_sums(difference.square().reshape(value.shape + difference.shape[value.ndim:]))
+        squares = row_sums(
+            difference.square().reshape(value.shape + difference.shape[value.ndim :])
+        )
         total = float(squares.sum())
         if key in self.rows:
             torch.maximum(self.rows[key], squares, out=self.rows[key])
@@ -126,9 +128,7 @@ def norm_rows(value: Tensor) -> Tensor:
     return flat.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).square().sum(dim=1).sqrt()
 
 
-def base_floor(
-    ensemble: Ensemble, key: Key, dtype: str, scale: Tensor, relative: float
-) -> Floor:
+def base_floor(ensemble: Ensemble, key: Key, dtype: str, scale: Tensor, relative: float) -> Floor:
     """Return the floor of one tensor from the runs and S alone.
 
     A row's floor is the largest of its own errors, `2 u ||S_row||`, and the tensor's
@@ -167,14 +167,12 @@ def median_relative(ensemble: Ensemble, scales: Mapping[Key, Tensor]) -> float:
     found = [
         math.sqrt(ensemble.total[key]) / norm
         for key, scale in scales.items()
-        if key in ensemble.total and (norm := float(scale.to(torch.float64).norm())) > 0
+        if key in ensemble.total and (norm := float(as_real(scale).to(torch.float64).norm())) > 0
     ]
     return float(torch.tensor(found).median()) if found else 0.0
 
 
-def judge_usable(
-    floor: Floor, dtype: str, siblings_rms: float, numel: int, value_norm: float, place: str
-) -> None:
+def judge_usable(floor: Floor, dtype: str, value: Tensor, siblings_rms: float, place: str) -> None:
     """Set `floor.reason` where the floor is too high to decide anything, in place.
 
     A value that is zero within its noise, with noise that is negligible beside its
@@ -182,16 +180,15 @@ def judge_usable(
 
     Args:
         floor: The floor.
-        dtype: Of the case.
+        dtype: Of the tensor in the case.
+        value: Float64 reference of the tensor.
         siblings_rms: Root mean square of the values this one is used together with.
-        numel: Elements of the tensor.
-        value_norm: `||x64||`.
         place: What the reason names, such as a float32 island; may be empty.
     """
     if floor.noise <= usable_floor(dtype) * floor.scale or floor.noise == 0.0:
         return
-    is_zero = value_norm <= limit(dtype, "tensor") * floor.noise
-    if is_zero and floor.noise <= NEGLIGIBLE_SHARE * siblings_rms * math.sqrt(numel):
+    is_zero = rms([value]) * math.sqrt(value.numel()) <= limit(dtype, "tensor") * floor.noise
+    if is_zero and floor.noise <= NEGLIGIBLE_SHARE * siblings_rms * math.sqrt(value.numel()):
         return
     share = floor.noise / floor.scale if floor.scale else math.inf
     because = f" ({place})" if place else ""
@@ -205,6 +202,7 @@ def rms(values: Iterable[Tensor]) -> float:
     """Return the root mean square over all elements of several tensors."""
     total, count = 0.0, 0
     for value in values:
-        total += float(value.to(torch.float64).square().sum())
-        count += value.numel()
+        real = as_real(value)
+        total += float(real.to(torch.float64).square().sum())
+        count += real.numel()
     return math.sqrt(total / count) if count else 0.0

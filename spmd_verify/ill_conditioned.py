@@ -7,16 +7,16 @@ are global; one instance follows one free run, step by step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from spmd_verify.floors import AMPLIFIED_SHARE, Ensemble, Floor, rms
-from spmd_verify.norms import row_sums
-from spmd_verify.trajectory import StepRecord
+from spmd_verify.floors import AMPLIFIED_SHARE, FEW_ELEMENTS, Ensemble, Floor, Key, rms
+from spmd_verify.norms import row_sums, rows_of
 
 # The gradient interval is [g - delta, g + delta], delta this multiple of the largest error
 # that the runs show in that element: the limit c of float32 (verdict.LIMITS).
@@ -42,6 +42,7 @@ class UpdateNoise:
     _largest_noise: dict[str, Tensor] = field(default_factory=dict)
     _largest_gradient: dict[str, Tensor] = field(default_factory=dict)
     _predicted: dict[str, Tensor] = field(default_factory=dict)
+    _spans: dict[str, Tensor] = field(default_factory=dict)
     _roundoff: float = 0.0
 
     def advance(self, step: int, scales: Mapping[str, Tensor], roundoff: float) -> None:
@@ -64,9 +65,10 @@ class UpdateNoise:
         self.flips.append({})
         for name, update in updates.items():
             gradient = record["gradients"][name].to(torch.float64)
-            noise = self.ensemble.elements.get((step, "gradients", name))
-            if noise is None:
+            key = (step, "gradients", name)
+            if key not in self.ensemble.elements or not gradient.numel():
                 continue
+            noise = typical_noise(self.ensemble, key)
             scale = scales.get(name)
             if scale is not None:
                 noise = torch.maximum(noise, 2.0 * roundoff * scale)
@@ -77,7 +79,9 @@ class UpdateNoise:
     ) -> None:
         """Take in one parameter at one step."""
         known = self._largest_noise.get(name)
-        largest = self._largest_noise[name] = noise if known is None else torch.maximum(known, noise)
+        largest = self._largest_noise[name] = (
+            noise if known is None else torch.maximum(known, noise)
+        )
         known = self._largest_gradient.get(name)
         size = gradient.abs()
         peak = self._largest_gradient[name] = size if known is None else torch.maximum(known, size)
@@ -85,14 +89,16 @@ class UpdateNoise:
         predicted = self._predicted.get(name, torch.zeros_like(update)) + update.abs() * share
         spans = (size <= INTERVAL * noise) & (noise > 0)
         if bool(spans.any()):
+            self._spans[name] = _union(self._spans.get(name), spans)
             spread = self.ensemble.elements.get((step, "parameters", name))
             moved = update.abs() if spread is None else torch.maximum(update.abs(), spread)
+            # The largest of all such elements: one draw of each says little.
             reach = float(moved[spans].max())
             if reach > AMPLIFIED_SHARE * typical:
                 self.flips[step][name] = spans
-                earlier = self.undetermined.get(name)
-                self.undetermined[name] = spans if earlier is None else earlier | spans
-                predicted = torch.where(spans, predicted + 2.0 * reach, predicted)
+                self.undetermined[name] = _union(self.undetermined.get(name), spans)
+                reach *= 2.0  # from one end of the interval to the other
+            predicted = torch.where(spans, predicted + reach, predicted)
         self._predicted[name] = predicted
 
     def widen_parameter(self, name: str, floor: Floor) -> None:
@@ -102,8 +108,9 @@ class UpdateNoise:
             return
         self._widen(name, floor, predicted)
 
-    def widen_state(self, step: int, name: str, parameter: str, floor: Floor) -> None:
+    def widen_state(self, step: int, name: str, floor: Floor) -> None:
         """Raise the floor of a state tensor shaped like its parameter, in place."""
+        parameter = name.rsplit(".", 1)[0]
         value = self.ensemble.exact[step]["optimizer_state"][name]
         largest = self._largest_noise.get(parameter)
         if largest is None or value.shape != largest.shape or value.is_complex():
@@ -111,7 +118,7 @@ class UpdateNoise:
         peak = self._largest_gradient[parameter].clamp(min=1e-300)
         # 2: state may be the square of a gradient, whose relative noise is twice as large.
         predicted = value.to(torch.float64).abs() * (2.0 * largest / peak).clamp(max=1.0)
-        spans = self.undetermined.get(parameter)
+        spans = self._spans.get(parameter)
         spread = self.ensemble.elements.get((step, "optimizer_state", name))
         if spans is not None and spread is not None:
             predicted = torch.where(spans, STATE_INTERVAL * spread, predicted)
@@ -142,6 +149,22 @@ class UpdateNoise:
         )
 
 
-def any_flips(flips: Sequence[Mapping[str, Tensor]]) -> bool:
-    """Say whether any element's update is decided by rounding alone."""
-    return any(bool(step) for step in flips)
+def typical_noise(ensemble: Ensemble, key: Key) -> Tensor:
+    """Return the noise of each element: its largest error, or its row's typical one if larger.
+
+    The largest of half a dozen draws of one number is no bound for the next; the elements of a
+    row (of the whole tensor, where rows have few elements) come from one computation. Elements
+    that no run ever moved stay at 0.
+    """
+    own = ensemble.elements[key]
+    per_row = rows_of(own).shape[1]
+    shared = (ensemble.rows[key] / per_row).sqrt()
+    if per_row <= FEW_ELEMENTS:
+        shared = shared.clamp(min=math.sqrt(ensemble.total[key] / own.numel()))
+    pooled = torch.maximum(rows_of(own), shared[:, None]).reshape(own.shape)
+    return torch.where(own > 0, pooled, own)
+
+
+def _union(known: Tensor | None, more: Tensor) -> Tensor:
+    """Return the elements that are in either mask."""
+    return more if known is None else known | more

@@ -159,8 +159,14 @@ class _Judging:
         if stage == "gradients":
             shown = known | {row.name for row in found}
             found.extend(
-                Row(name=name, stage=stage, step=step, run=run, verdict=Verdict.NOT_EXERCISED,
-                    unknown={"reason": "the gradient is None on both sides"})
+                Row(
+                    name=name,
+                    stage=stage,
+                    step=step,
+                    run=run,
+                    verdict=Verdict.NOT_EXERCISED,
+                    unknown={"reason": "the gradient is None on both sides"},
+                )
                 for name in self.store.index.trainable
                 if name not in shown
             )
@@ -217,9 +223,10 @@ class _Judging:
             is_equal=merged.is_exact,
             error=fit.error,
             noise=floor.noise,
-            c=limit(entry.dtype, "tensor") if entry.floors else 0.0,
             row_ratio=fit.row_ratio,
-            row_c=limit(entry.dtype, "row") if entry.floors else 0.0,
+            limits=(limit(entry.dtype, "tensor"), limit(entry.dtype, "row"))
+            if entry.floors
+            else (0.0, 0.0),
             reason=reason,
         )
         if not entry.floors and verdict == Verdict.ROUNDING:
@@ -237,9 +244,7 @@ class _Judging:
             row.unknown["undetermined_elements"] = floor.undetermined_elements
         return row
 
-    def against_floor(
-        self, entry: Entry, run: str, merged: Merged, floor: FloorInfo
-    ) -> _Fit:
+    def against_floor(self, entry: Entry, run: str, merged: Merged, floor: FloorInfo) -> _Fit:
         """Measure a tensor by both norms and say why its floor decides nothing, if so."""
         key = (run, entry.step, entry.stage, entry.name)
         noise_rows = self.store.rows("noise", *key)
@@ -380,10 +385,11 @@ def _settle_module_outputs(rows: list[Row]) -> None:
         if row.verdict == Verdict.MISMATCH and STAGES.index(row.stage) > place
     }
     for row in rows:
-        if row.stage == "module_outputs" and row.verdict == Verdict.MISMATCH:
-            if row.step not in confirmed:
-                row.verdict, row.cause = Verdict.UNDETERMINED, None
-                row.unknown["reason"] = "it differs, but nothing computed from it does"
+        if row.stage != "module_outputs" or row.step in confirmed:
+            continue
+        if row.verdict == Verdict.MISMATCH:
+            row.verdict, row.cause = Verdict.UNDETERMINED, None
+            row.unknown["reason"] = "it differs, but nothing computed from it does"
 
 
 def _mark_downstream(rows: list[Row], first: Row | None) -> None:

@@ -230,9 +230,7 @@ def replicas(
     return groups
 
 
-def scatter(
-    value: Tensor, layout: Any, mesh_shape: Sequence[int]
-) -> dict[Coordinate, Tensor]:
+def scatter(value: Tensor, layout: Any, mesh_shape: Sequence[int]) -> dict[Coordinate, Tensor]:
     """Return every rank's copy of its local part; for tests.
 
     A partial sum is laid out as the value on index 0 of the axis and zeros elsewhere.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from spmd_verify.case import LoadedCase
+from spmd_verify.norms import as_real
 from spmd_verify.rounding import RandomRounding
 from spmd_verify.trajectory import StepRecord, named_parameters, optimizers_of
 
@@ -29,15 +30,19 @@ class Plain:
 
     name: str
 
-    def batch(self, batch: Any, step: int) -> Any:
+    def batch(self, batch: Any, step: int) -> Any:  # noqa: ARG002 - for members that use it
         """Return the batch unchanged."""
         return batch
 
-    def around(self, step: int) -> AbstractContextManager[Any]:
+    def around(self, step: int) -> AbstractContextManager[Any]:  # noqa: ARG002 - as above
         """Run the step in no context."""
         return nullcontext()
 
-    def step(self, case: LoadedCase, index: int) -> Callable[..., StepRecord] | None:
+    def step(
+        self,
+        case: LoadedCase,  # noqa: ARG002 - as above
+        index: int,  # noqa: ARG002 - as above
+    ) -> Callable[..., StepRecord] | None:
         """Use the case's step."""
         return None
 
@@ -123,15 +128,18 @@ class Split(Plain):
             losses, gradients = self.run_parts(case, model, optimizer, batch)
             weights = self.weights[index]
             order = list(range(len(losses)))[:: -1 if self.is_reversed else 1]
-            combined = {name: _sum([gradients[i][name] for i in order if name in gradients[i]],
-                                   [weights[i] for i in order if name in gradients[i]])
-                        for name in _names(gradients)}
+            combined: Gradients = {}
+            for name in _names(gradients):
+                having = [i for i in order if name in gradients[i]]
+                combined[name] = weighted_sum(
+                    [gradients[i][name] for i in having], [weights[i] for i in having]
+                )
             live = named_parameters(model)[0]
             for name, parameter in live.items():
                 parameter.grad = combined[name].clone() if name in combined else None
             for single in optimizers_of(optimizer):
                 single.step()
-            loss = _sum([losses[i] for i in order], [weights[i] for i in order])
+            loss = weighted_sum([losses[i] for i in order], [weights[i] for i in order])
             return {"loss": {"loss": loss}, "gradients": combined}
 
         return step
@@ -152,7 +160,11 @@ class Split(Plain):
                 loss.backward()
                 losses.append(loss.detach().clone())
                 gradients.append(
-                    {name: p.grad.detach().clone() for name, p in live.items() if p.grad is not None}
+                    {
+                        name: p.grad.detach().clone()
+                        for name, p in live.items()
+                        if p.grad is not None
+                    }
                 )
         return losses, gradients
 
@@ -173,12 +185,8 @@ class Split(Plain):
             expected: The float64 reference of this step.
         """
         total = sum(sizes)
-        whole = torch.cat([value.reshape(-1) for value in expected["gradients"].values()])
-        columns = [
-            torch.cat([part[name].reshape(-1) if name in part else torch.zeros(value.numel(), dtype=torch.float64)
-                       for name, value in expected["gradients"].items()])
-            for part in gradients
-        ]
+        whole = _flat(expected["gradients"], expected["gradients"])
+        columns = [_flat(part, expected["gradients"]) for part in gradients]
         matrix = torch.stack(columns, dim=1)
         for weights in ([size / total for size in sizes], [1.0] * len(sizes)):
             if _residual(matrix, whole, weights) < 1e-6:
@@ -203,10 +211,12 @@ def split_batch(case: LoadedCase, batch: Any, parts: int) -> list[Any]:
     """Return the parts of a batch by the rule of torch.chunk; fewer where it is small."""
     size = case.batch_size_of(batch)
     step = -(-size // parts)
-    return [
-        map_batch(case, batch, lambda leaf, dim, at=start: leaf.narrow(dim, at, min(step, size - at)))
-        for start in range(0, size, step)
-    ]
+
+    def part(start: int) -> Any:
+        length = min(step, size - start)
+        return map_batch(case, batch, lambda leaf, dim: leaf.narrow(dim, start, length))
+
+    return [part(start) for start in range(0, size, step)]
 
 
 def part_sizes(size: int, parts: int) -> list[int]:
@@ -217,10 +227,10 @@ def part_sizes(size: int, parts: int) -> list[int]:
 
 def contribution(weights: Sequence[float], values: Sequence[Tensor]) -> Tensor:
     """Return S: the elementwise sum of |weight * part|, any shape."""
-    return sum(abs(w) * value.abs() for w, value in zip(weights, values, strict=True))
+    return weighted_sum([value.abs() for value in values], [abs(w) for w in weights])
 
 
-def _sum(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+def weighted_sum(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """Return the weighted sum, added up in the order given, in the values' own dtype."""
     total = values[0] * weights[0]
     for value, weight in zip(values[1:], weights[1:], strict=True):
@@ -231,6 +241,12 @@ def _sum(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 def _names(gradients: Sequence[Gradients]) -> list[str]:
     """Return the names that any part has, in order."""
     return list(dict.fromkeys(name for part in gradients for name in part))
+
+
+def _flat(gradients: Gradients, like: Gradients) -> Tensor:
+    """Return all gradients as one float64 vector, zeros where a name is missing."""
+    pieces = [as_real(gradients.get(name, torch.zeros_like(value))) for name, value in like.items()]
+    return torch.cat([piece.reshape(-1) for piece in pieces])
 
 
 def _residual(matrix: Tensor, whole: Tensor, weights: Sequence[float]) -> float:

@@ -98,9 +98,7 @@ def fit_factor(merged: Merged) -> tuple[float, float] | None:
     if power == 0.0:
         return None
     excess = math.fsum(part * own for part, own, _ in merged.fits) / power
-    left = math.fsum(
-        unfitted + (excess - own) ** 2 * part for part, own, unfitted in merged.fits
-    )
+    left = math.fsum(unfitted + (excess - own) ** 2 * part for part, own, unfitted in merged.fits)
     return excess, math.sqrt(left)
 
 

@@ -11,19 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from spmd_verify.case import LoadedCase
-from spmd_verify.floors import (
-    Ensemble,
-    Floor,
-    Key,
-    base_floor,
-    judge_usable,
-    median_relative,
-    rms,
-)
-from spmd_verify.ill_conditioned import UpdateNoise, any_flips
+from spmd_verify.floor_table import FloorTable, Scales, follow_updates
+from spmd_verify.floors import Ensemble, Floor, Key, rms
 from spmd_verify.members import (
     Flipped,
     Permuted,
@@ -32,8 +24,9 @@ from spmd_verify.members import (
     Split,
     contribution,
     part_sizes,
+    weighted_sum,
 )
-from spmd_verify.norms import as_real, deviation, is_rounding
+from spmd_verify.norms import as_real, deviation
 from spmd_verify.single import Reference, SingleDevice
 from spmd_verify.trajectory import StepRecord, Trajectory
 from spmd_verify.user_code import one_line
@@ -58,10 +51,8 @@ REORDERED_STAGES: Final = (
     "eval_outputs",
 )
 BY_ELEMENT: Final = ("gradients", "optimizer_state", "parameters")
-# Copied, not computed: compared bit by bit.
-COPIED_STAGES: Final = frozenset({"inputs", "initial_state"})
-
-Scales = list[dict[str, dict[str, Tensor]]]
+# Enough to find the place; the rest follows from the first.
+SHOWN_ISLANDS: Final = 4
 
 
 @dataclass(frozen=True)
@@ -107,10 +98,8 @@ class SplitProbe(Plain):
             self.scales.append(
                 {"gradients": scale, "loss": {"loss": contribution(weights, losses)}}
             )
-            combined = {
-                n: sum(w * g[n] for w, g in zip(weights, gradients, strict=True)) for n in names
-            }
-            loss = sum(w * value for w, value in zip(weights, losses, strict=True))
+            combined = {n: weighted_sum([g[n] for g in gradients], weights) for n in names}
+            loss = weighted_sum(losses, weights)
             return {"loss": {"loss": loss}, "gradients": combined}
 
         return step
@@ -120,67 +109,76 @@ class NotSeparable(Exception):
     """The parts of a batch do not add up to the whole."""
 
 
+@dataclass
+class _Ensembles:
+    """The two ensembles of a case, and how a member gets into them."""
+
+    device: SingleDevice
+    reference: Reference
+    free: Ensemble
+    anchored: Ensemble
+
+    def add(self, member: Plain) -> None:
+        """Run one member free and anchored and take it into both ensembles."""
+        self._add(member, STAGES, frozenset())
+
+    def add_reordered(self, member: Plain, buffers: frozenset[str]) -> None:
+        """Take in a member that reorders the batch and changes some buffers."""
+        # What these buffers feed in evaluation is not comparable either.
+        left_out = {"eval_outputs"} if buffers else set()
+        stages = tuple(stage for stage in REORDERED_STAGES if stage not in left_out)
+        self._add(member, stages, buffers)
+
+    def _add(self, member: Plain, stages: Sequence[str], left_out: frozenset[str]) -> None:
+        """Run one member and take the given stages of it."""
+        watch = "module_outputs" in stages
+        run = self.device.run(member=member, with_module_outputs=watch)
+        self.free.add(run.steps, stages=stages, by_element=BY_ELEMENT, left_out=left_out)
+        if self.device.case.steps > 1:
+            anchors = self.reference.run
+            run = self.device.run(member=member, anchors=anchors, with_module_outputs=watch)
+            wanted = [stage for stage in stages if stage in ANCHORED_STAGES]
+            self.anchored.add(run.steps, stages=wanted, left_out=left_out)
+
+
 def measure(device: SingleDevice, reference: Reference) -> Noise:
     """Run the noise runs of a case and return its floors."""
     case, u = device.case, unit_roundoff(str(device.case.dtype).removeprefix("torch."))
-    free = Ensemble((reference.exact or reference.run).steps, reference.run.steps)
+    exact = (reference.exact or reference.run).steps
+    free = Ensemble(exact, reference.run.steps)
     anchored = Ensemble((reference.anchored or reference.run).steps, reference.run.steps)
     for ensemble in (free, anchored):
         ensemble.add(reference.run.steps, stages=STAGES, by_element=BY_ELEMENT)
+    ensembles = _Ensembles(device, reference, free, anchored)
     islands: dict[str, None] = dict.fromkeys(reference.islands)
     rounded = [_rounded(case, i, islands) for i in range(FEWEST_ROUNDED)]
     for member in rounded:
-        _run_member(device, reference, member, free, anchored)
+        ensembles.add(member)
     legal, dropped, scales = _reorderings(device, reference, bool(islands))
-    for member, buffers in legal:
-        _run_member(device, reference, member, free, anchored, reordered=True, left_out=buffers)
+    for reordered, buffers in legal:
+        ensembles.add_reordered(reordered, buffers)
     while len(legal) + len(rounded) < FEWEST_RUNS:
         rounded.append(_rounded(case, len(rounded), islands))
-        _run_member(device, reference, rounded[-1], free, anchored)
-    place = f"float32 island: {next(iter(islands))}" if islands else ""
-    updates = _updates(free, reference, scales, u)
+        ensembles.add(rounded[-1])
     runs = [member.name for member, _ in legal] + [member.name for member in rounded]
-    if any_flips(updates.flips):
-        flipped = Flipped("flipped updates", updates.flips)
+    flips = follow_updates(free, scales, u).flips
+    if any(flips):
+        flipped = Flipped("flipped updates", flips)
         free.add(device.run(member=flipped).steps, stages=STAGES, by_element=BY_ELEMENT)
-        updates = _updates(free, reference, scales, u)
         runs.append(flipped.name)
+    place = f"float32 island: {next(iter(islands))}" if islands else ""
+    updates = follow_updates(free, scales, u)
     floors = {
-        "free": _floors(free, scales, place, reference, u),
-        "anchored": _floors(anchored, scales, place),
+        "free": FloorTable(free, scales, place, u, is_free=True).build(),
+        "anchored": FloorTable(anchored, scales, place, u, is_free=False).build(),
     }
     count = sum(int(mask.sum()) for mask in updates.undetermined.values())
-    return Noise(floors, tuple(runs), tuple(dropped), tuple(islands), count)
+    return Noise(floors, tuple(runs), tuple(dropped), tuple(islands)[:SHOWN_ISLANDS], count)
 
 
 def _rounded(case: LoadedCase, index: int, islands: dict[str, None]) -> Rounded:
     """Return the random-rounding run of an index."""
     return Rounded(f"random rounding {index}", index + 1, case.dtype, islands)
-
-
-def _run_member(
-    device: SingleDevice,
-    reference: Reference,
-    member: Plain,
-    free: Ensemble,
-    anchored: Ensemble,
-    *,
-    reordered: bool = False,
-    left_out: frozenset[str] = frozenset(),
-) -> None:
-    """Run one member free and anchored and take it into both ensembles."""
-    stages = REORDERED_STAGES if reordered else STAGES
-    if left_out:
-        # What these buffers feed in evaluation is not comparable either.
-        stages = tuple(stage for stage in stages if stage != "eval_outputs")
-    run = device.run(member=member, with_module_outputs=not reordered)
-    free.add(run.steps, stages=stages, by_element=BY_ELEMENT, left_out=left_out)
-    if device.case.steps > 1:
-        run = device.run(
-            member=member, anchors=reference.run, with_module_outputs=not reordered
-        )
-        wanted = [stage for stage in stages if stage in ANCHORED_STAGES]
-        anchored.add(run.steps, stages=wanted, left_out=left_out)
 
 
 def _reorderings(
@@ -201,15 +199,23 @@ def _reorderings(
             for parts, is_reversed in ((2, False), (min(4, size), True))
         ]
     tolerance = LEGAL_BEHIND_ISLAND if has_islands else LEGAL
-    legal, dropped, scales = [], [], []
+    legal: list[tuple[Plain, frozenset[str]]] = []
+    dropped: list[str] = []
+    scales: Scales = []
     for member in proposed:
-        probe = SplitProbe(member.name, member, reference.anchored) if isinstance(member, Split) else member
+        probe = (
+            SplitProbe(member.name, member, reference.anchored)
+            if isinstance(member, Split)
+            else member
+        )
         try:
             run = device.run(
                 in_float64=True, member=probe, anchors=reference.run, with_module_outputs=False
             )
-        except Exception as error:  # noqa: BLE001 - user code on a batch its author never tried
-            dropped.append(f"{member.name}: {error if isinstance(error, NotSeparable) else one_line(error)}")
+        except Exception as error:  # noqa: BLE001 - user code on a batch nobody tried
+            dropped.append(
+                f"{member.name}: {error if isinstance(error, NotSeparable) else one_line(error)}"
+            )
             continue
         probed = probe.scales if isinstance(probe, SplitProbe) else []
         why, buffers = _illegal(run, reference.anchored, probed, tolerance)
@@ -250,87 +256,6 @@ def _illegal(
                 else:
                     return f"{stage} {name} differs by {error:.1e} in step {step}", frozenset()
     return None, frozenset(buffers)
-
-
-def _updates(free: Ensemble, reference: Reference, scales: Scales, u: float) -> UpdateNoise:
-    """Follow the noise of gradients into parameters over all steps."""
-    updates = UpdateNoise(free, (reference.exact or reference.run).steps[0]["initial_state"])
-    for step in range(len(free.exact)):
-        updates.advance(step, scales[step]["gradients"] if scales else {}, u)
-    return updates
-
-
-def _floors(
-    ensemble: Ensemble,
-    scales: Scales,
-    place: str,
-    reference: Reference | None = None,
-    u: float = 0.0,
-) -> dict[Key, Floor]:
-    """Return the floors of every rounding tensor; with `reference`, of a free run."""
-    updates = None
-    if reference is not None:
-        updates = UpdateNoise(ensemble, (reference.exact or reference.run).steps[0]["initial_state"])
-    found: dict[Key, Floor] = {}
-    for step, record in enumerate(ensemble.exact):
-        parts = scales[step] if scales else {}
-        if updates is not None:
-            updates.advance(step, parts.get("gradients", {}), u)
-        for stage in STAGES:
-            if stage not in COPIED_STAGES:
-                found.update(_stage_floors(ensemble, step, stage, record, parts, place, updates))
-    return found
-
-
-def _stage_floors(
-    ensemble: Ensemble,
-    step: int,
-    stage: str,
-    record: StepRecord,
-    parts: Mapping[str, Mapping[str, Tensor]],
-    place: str,
-    updates: UpdateNoise | None,
-) -> dict[Key, Floor]:
-    """Return the floors of one stage of one step."""
-    expected = ensemble.expected[step].get(stage, {})
-    values = {
-        name: value
-        for name, value in record.get(stage, {}).items()
-        if name in expected and is_rounding(expected[name])
-    }
-    scales = {
-        (step, stage, name): parts.get(stage, {}).get(name, value).abs()
-        for name, value in values.items()
-    }
-    relative = median_relative(ensemble, scales)
-    siblings = _siblings_rms(stage, values)
-    found: dict[Key, Floor] = {}
-    for key, scale in scales.items():
-        name = key[2]
-        dtype = str(expected[name].dtype).removeprefix("torch.")
-        floor = found[key] = base_floor(ensemble, key, dtype, scale, relative)
-        if updates is not None and stage == "parameters":
-            updates.widen_parameter(name, floor)
-        elif updates is not None and stage == "optimizer_state":
-            updates.widen_state(step, name, name.rsplit(".", 1)[0], floor)
-        value_norm = float(as_real(values[name]).to(torch.float64).norm())
-        sibling = siblings.get(_family(stage, name), 0.0)
-        judge_usable(floor, dtype, sibling, values[name].numel(), value_norm, place)
-    return found
-
-
-def _siblings_rms(stage: str, values: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the root mean square of each family of values used together."""
-    families: dict[str, list[Tensor]] = {}
-    if stage in ("gradients", "optimizer_state"):
-        for name, value in values.items():
-            families.setdefault(_family(stage, name), []).append(as_real(value))
-    return {family: rms(members) for family, members in families.items()}
-
-
-def _family(stage: str, name: str) -> str:
-    """Return what a value is a sibling of: all gradients, or one key of optimizer state."""
-    return name.rsplit(".", 1)[-1] if stage == "optimizer_state" else stage
 
 
 def exact_steps(reference: Reference, run: str) -> Sequence[StepRecord] | None:

@@ -251,10 +251,10 @@ class Observer:
 def positional_names(module: nn.Module) -> tuple[str, ...]:
     """Return the names of forward's positional parameters, of what wrappers wrap."""
     inner = module
-    while isinstance(getattr(inner, "module", None), nn.Module):
+    while isinstance(wrapped := getattr(inner, "module", None), nn.Module):
         if "forward" not in type(inner).__dict__ or not _takes_anything(inner):
             break
-        inner = inner.module
+        inner = wrapped
     try:
         parameters = inspect.signature(inner.forward).parameters.values()
     except (TypeError, ValueError):

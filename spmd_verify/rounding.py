@@ -17,26 +17,29 @@ from spmd_verify.float64_mode import note_island
 
 # Operators whose floating results are rounded. Everything that moves, selects, masks or
 # compares values is exact and left alone. Names without the trailing `_` of in-place forms.
-ROUNDING_OPERATORS: Final = frozenset(
-    "mm addmm bmm baddbmm addbmm addmv mv dot convolution convolution_backward "
-    "mkldnn_convolution _slow_conv2d_forward add sub rsub mul div pow exp expm1 log log1p log2 "
-    "sqrt rsqrt reciprocal tanh sigmoid silu gelu softplus mish elu celu hardswish erf erfc sin "
-    "cos sinh cosh atan atan2 logsumexp _softmax _log_softmax _softmax_backward_data "
-    "_log_softmax_backward_data tanh_backward sigmoid_backward gelu_backward silu_backward "
-    "softplus_backward mish_backward elu_backward hardswish_backward native_layer_norm "
-    "native_layer_norm_backward native_group_norm native_group_norm_backward native_batch_norm "
-    "native_batch_norm_backward _native_batch_norm_legit _fused_rms_norm "
-    "_fused_rms_norm_backward sum mean var std var_mean prod cumsum cumprod norm linalg_vector_norm "
-    "_scaled_dot_product_flash_attention_for_cpu "
-    "_scaled_dot_product_flash_attention_for_cpu_backward nll_loss_forward mse_loss "
-    "mse_loss_backward binary_cross_entropy binary_cross_entropy_with_logits smooth_l1_loss "
-    "huber_loss embedding_dense_backward index_add scatter_add index_put _index_put_impl "
-    "_unsafe_index_put addcmul addcdiv lerp _thnn_fused_lstm_cell _thnn_fused_gru_cell "
-    "grid_sampler_2d upsample_bilinear2d upsample_bicubic2d avg_pool2d _adaptive_avg_pool2d "
-    "_fft_r2c _fft_c2r _fft_c2c cdist _foreach_add _foreach_sub _foreach_mul _foreach_div "
-    "_foreach_addcmul _foreach_addcdiv _foreach_lerp _foreach_sqrt _foreach_pow _foreach_norm "
-    "_fused_adamw _fused_adam _fused_sgd".split()
-)
+_NAMES: Final = """
+mm addmm bmm baddbmm addbmm addmv mv dot convolution convolution_backward
+mkldnn_convolution _slow_conv2d_forward add sub rsub mul div pow exp expm1 log log1p log2
+sqrt rsqrt reciprocal tanh sigmoid silu gelu softplus mish elu celu hardswish erf erfc
+sin cos sinh cosh atan atan2 logsumexp _softmax _log_softmax _softmax_backward_data
+_log_softmax_backward_data tanh_backward sigmoid_backward gelu_backward silu_backward
+softplus_backward mish_backward elu_backward hardswish_backward
+native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward
+native_batch_norm native_batch_norm_backward _native_batch_norm_legit
+_fused_rms_norm _fused_rms_norm_backward
+sum mean var std var_mean prod cumsum cumprod norm linalg_vector_norm
+_scaled_dot_product_flash_attention_for_cpu
+_scaled_dot_product_flash_attention_for_cpu_backward
+nll_loss_forward nll_loss2d_forward mse_loss mse_loss_backward binary_cross_entropy
+binary_cross_entropy_with_logits smooth_l1_loss huber_loss
+embedding_dense_backward index_add scatter_add index_put _index_put_impl _unsafe_index_put
+addcmul addcdiv lerp _thnn_fused_lstm_cell _thnn_fused_gru_cell mkldnn_rnn_layer
+grid_sampler_2d upsample_bilinear2d upsample_bicubic2d avg_pool2d _adaptive_avg_pool2d
+_fft_r2c _fft_c2r _fft_c2c cdist
+_foreach_add _foreach_sub _foreach_mul _foreach_div _foreach_addcmul _foreach_addcdiv
+_foreach_lerp _foreach_sqrt _foreach_pow _foreach_norm _fused_adamw _fused_adam _fused_sgd
+"""
+ROUNDING_OPERATORS: Final = frozenset(_NAMES.split())
 # Share of elements moved. One in six by one ulp gives a variance of ulp^2 / 6, that of
 # stochastic rounding, which rounds each result up or down in proportion to its distance.
 MOVED_SHARE: Final = 1.0 / 6.0

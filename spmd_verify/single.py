@@ -309,9 +309,7 @@ def _in_float64(
         exact = device.run(in_float64=True, anchors=anchors, modes=modes)
     except Exception as error:  # noqa: BLE001 - user code in a dtype its author never tried
         return None, f"the float64 run raised {one_line(error)}", ()
-    for step, (left, right) in enumerate(
-        zip(exact.random_states, run.random_states, strict=True)
-    ):
+    for step, (left, right) in enumerate(zip(exact.random_states, run.random_states, strict=True)):
         if not torch.equal(left, right):
             return None, f"step {step}: {_first_other_draw(device, step)}", ()
     return exact, None, tuple(islands)

@@ -305,5 +305,3 @@ def _key(source: str, stage: str, name: str) -> str:
 def _file(step: int) -> str:
     """Return the file name of a step."""
     return f"step-{step:04d}.safetensors"
-
-

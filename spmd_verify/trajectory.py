@@ -80,7 +80,9 @@ def normalised(name: str) -> str:
     return "" if name + "." == WRAPPER_PREFIXES[0] else name
 
 
-def named_parameters(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, tuple[str, ...]]]:
+def named_parameters(
+    model: nn.Module,
+) -> tuple[dict[str, nn.Parameter], dict[str, tuple[str, ...]]]:
     """Return parameters by first name, and the other names of tied ones."""
     return _first_names(model.named_parameters(remove_duplicate=False))
 
@@ -97,8 +99,8 @@ def optimizers_of(optimizer: Optimizer | Iterable[Optimizer]) -> list[Optimizer]
 
 def named_state(
     model: nn.Module, optimizer: Optimizer | Iterable[Optimizer]
-) -> Iterator[tuple[str, dict[Any, Any], Any]]:
-    """Give `(parameter.key, mapping, key)` of every tensor or number of optimizer state.
+) -> Iterator[tuple[str, Any, Any]]:
+    """Give `(parameter.key, container, key)` of every tensor or number of optimizer state.
 
     Lists and tuples inside the state are named `parameter.key[i]`. State of tensors that are
     no parameters of the model is named `group[i].parameter[j].key`.
@@ -133,9 +135,9 @@ def hyper_parameters(optimizer: Optimizer | Iterable[Optimizer]) -> dict[str, fl
             if isinstance(value, (tuple, list)) and key != "params":
                 entries = {f"{prefix}{key}[{at}]": entry for at, entry in enumerate(value)}
             for name, entry in entries.items():
-                if isinstance(entry, Tensor) and entry.numel() == 1:
-                    found[name] = float(entry)
-                elif isinstance(entry, (int, float)) and not isinstance(entry, bool):
+                if (isinstance(entry, Tensor) and entry.numel() == 1) or (
+                    isinstance(entry, (int, float)) and not isinstance(entry, bool)
+                ):
                     found[name] = float(entry)
     return found
 
@@ -159,9 +161,7 @@ def restore_hyper_parameters(
 
 def snapshot(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer]) -> StepRecord:
     """Return copies of optimizer state, parameters and buffers as they are now."""
-    state = {
-        name: _copy_of(mapping[key]) for name, mapping, key in named_state(model, optimizer)
-    }
+    state = {name: _copy_of(mapping[key]) for name, mapping, key in named_state(model, optimizer)}
     return {"optimizer_state": state, **model_snapshot(model)}
 
 
@@ -174,7 +174,9 @@ def model_snapshot(model: nn.Module) -> StepRecord:
 
 
 def restore(
-    model: nn.Module, optimizer: Optimizer | Iterable[Optimizer], record: Mapping[str, Mapping[str, Tensor]]
+    model: nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer],
+    record: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
     """Put a run back to a recorded state, in place: parameters, buffers, optimizer state.
 
@@ -240,7 +242,9 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
     return bool(((left == right) | (left.isnan() & right.isnan())).all())
 
 
-def _first_names(named: Iterable[tuple[str, Any]]) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
+def _first_names(
+    named: Iterable[tuple[str, Any]],
+) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
     """Split `(name, tensor)` pairs into first names and aliases, by identity."""
     first: dict[int, str] = {}
     found: dict[str, Any] = {}

@@ -123,9 +123,8 @@ def row_verdict(
     is_equal: bool,
     error: float,
     noise: float,
-    c: float,
-    row_ratio: float = 0.0,
-    row_c: float = 1.0,
+    row_ratio: float,
+    limits: tuple[float, float],
     reason: str | None = None,
 ) -> Verdict:
     """Return the verdict of one tensor that carries signal.
@@ -134,13 +133,13 @@ def row_verdict(
         is_equal: Equal to the reference bit for bit.
         error: `||candidate - x64||` over the elements that can be decided.
         noise: The floor over the same elements.
-        c: Limit of the tensor norm.
         row_ratio: Largest error of a dim-0 row divided by that row's floor.
-        row_c: Limit of the row norm.
+        limits: c of the tensor norm and of the row norm.
         reason: Why the floor is not usable, if it is not.
     """
     if is_equal:
         return Verdict.EXACT
+    c, row_c = limits
     # Written so that a NaN error is a mismatch.
     if not (error <= c * noise and row_ratio <= row_c):
         return Verdict.MISMATCH

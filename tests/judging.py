@@ -35,7 +35,12 @@ class Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(
-            nn.Linear(12, 24), nn.GELU(), nn.LayerNorm(24), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 5)
+            nn.Linear(12, 24),
+            nn.GELU(),
+            nn.LayerNorm(24),
+            nn.Linear(24, 24),
+            nn.ReLU(),
+            nn.Linear(24, 5),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -114,7 +119,10 @@ def _classes() -> Tensor:
 
 
 def _masked_inputs() -> list[Tensor]:
-    return [torch.randn(6, 6, 8), torch.zeros(6, 6).masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf)]
+    return [
+        torch.randn(6, 6, 8),
+        torch.zeros(6, 6).masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf),
+    ]
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -148,7 +156,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def make_case(name: str, *, dtype: str, optimizer: str = "adamw", seed: int = 0, steps: int = 3, **more: Any) -> LoadedCase:
+def make_case(
+    name: str, *, dtype: str, optimizer: str = "adamw", seed: int = 0, steps: int = 3, **more: Any
+) -> LoadedCase:
     """Return one of `CASES`, or a case of the given hooks where the name is none of them."""
     fields = {"optimizer": OPTIMIZERS[optimizer], **CASES.get(name, {}), **more}
     return LoadedCase(
@@ -199,7 +209,17 @@ class PermutedContraction(TorchDispatchMode):
 class WiderAccumulation(TorchDispatchMode):
     """Float32 products, sums and normalisations computed in float64 and rounded once."""
 
-    names = ("mm", "addmm", "bmm", "sum", "mean", "native_layer_norm", "convolution", "_softmax", "_log_softmax")
+    names = (
+        "mm",
+        "addmm",
+        "bmm",
+        "sum",
+        "mean",
+        "native_layer_norm",
+        "convolution",
+        "_softmax",
+        "_log_softmax",
+    )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -208,26 +228,45 @@ class WiderAccumulation(TorchDispatchMode):
         first = next((a for a in args if isinstance(a, Tensor)), None)
         if first is None or first.dtype != torch.float32:
             return func(*args, **kwargs)
-        wide = [a.double() if isinstance(a, Tensor) and a.dtype == torch.float32 else a for a in args]
+        wide = [
+            a.double() if isinstance(a, Tensor) and a.dtype == torch.float32 else a for a in args
+        ]
         found = func(*wide, **kwargs)
         if isinstance(found, Tensor):
             return found.to(torch.float32)
-        return tuple(x.to(torch.float32) if isinstance(x, Tensor) and x.dtype == torch.float64 else x for x in found)
+        return tuple(
+            x.to(torch.float32) if isinstance(x, Tensor) and x.dtype == torch.float64 else x
+            for x in found
+        )
 
 
 class Decomposed(TorchDispatchMode):
     """Normalisations, softmax, losses and activations from their primitive parts."""
 
     packets = (
-        "native_layer_norm", "native_layer_norm_backward", "native_batch_norm", "_softmax",
-        "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "gelu_backward",
-        "nll_loss_forward", "native_batch_norm_backward", "tanh_backward", "var_mean",
+        "native_layer_norm",
+        "native_layer_norm_backward",
+        "native_batch_norm",
+        "_softmax",
+        "_log_softmax",
+        "_softmax_backward_data",
+        "_log_softmax_backward_data",
+        "gelu_backward",
+        "nll_loss_forward",
+        "native_batch_norm_backward",
+        "tanh_backward",
+        "var_mean",
     )
 
     def __init__(self) -> None:
         super().__init__()
         table = torch._decomp.core_aten_decompositions()
-        self.table = {op: f for op, f in table.items() if getattr(op, "overloadpacket", None) is not None and op.overloadpacket.__name__ in self.packets}
+        self.table = {
+            op: f
+            for op, f in table.items()
+            if getattr(op, "overloadpacket", None) is not None
+            and op.overloadpacket.__name__ in self.packets
+        }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.table.get(func, func)(*args, **(kwargs or {}))

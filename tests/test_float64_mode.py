@@ -68,6 +68,8 @@ def test_attention_without_dropout_is_computed_in_float64() -> None:
 
 
 class Island(nn.Module):
+    """Computes its softmax in float32."""
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(12, 5)
@@ -102,6 +104,8 @@ class Stubborn(nn.Module):
 
 
 class Refuses(nn.Module):
+    """Raises in float64."""
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(12, 5)
@@ -117,8 +121,9 @@ def _hooks(model: type[nn.Module]) -> dict[str, Any]:
 
 
 def test_factories_without_a_dtype_give_float64() -> None:
-    device, reference = make_reference(make_case("own", dtype="float32", **_hooks(Factories)))
-    assert reference.exact is not None and not reference.islands
+    _, reference = make_reference(make_case("own", dtype="float32", **_hooks(Factories)))
+    assert reference.exact is not None
+    assert not reference.islands
     loss = reference.exact.steps[0]["loss"]["loss"]
     assert loss.dtype == torch.float64
     by_hand = SingleDevice(make_case("own", dtype="float64", **_hooks(Factories))).run()
@@ -130,7 +135,9 @@ def test_factories_without_a_dtype_give_float64() -> None:
 def test_float32_islands_are_found_and_named() -> None:
     _, reference = make_reference(make_case("own", dtype="float32", **_hooks(Island)))
     assert reference.islands
-    assert all("test_float64_mode.py" in place or "backward" in place for place in reference.islands)
+    assert all(
+        "test_float64_mode.py" in place or "backward" in place for place in reference.islands
+    )
 
 
 def test_a_coarser_result_is_an_island_and_a_step_count_is_none() -> None:
@@ -143,7 +150,8 @@ def test_a_coarser_result_is_an_island_and_a_step_count_is_none() -> None:
 
 def test_another_generator_state_makes_the_float64_reference_absent() -> None:
     _, reference = make_reference(make_case("own", dtype="float32", **_hooks(Stubborn)))
-    assert reference.exact is None and reference.anchored is None
+    assert reference.exact is None
+    assert reference.anchored is None
     assert "draws" in str(reference.absent) or "rand" in str(reference.absent)
 
 
@@ -159,5 +167,3 @@ def test_the_twin_of_a_dropout_model_differs_only_by_rounding() -> None:
     for step, exact in zip(reference.run.steps, reference.exact.steps, strict=True):
         assert float((step["loss"]["loss"] - exact["loss"]["loss"]).abs()) < 1e-6
     assert first_difference(reference.run.steps, reference.run.steps) is None
-
-

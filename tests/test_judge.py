@@ -21,10 +21,14 @@ from spmd_verify.ulp import ulp_distance
 
 @dataclass(frozen=True)
 class Chunk:
+    """A torch.chunk split."""
+
     dim: int
 
 
 class Partial:
+    """A pending sum."""
+
     op = "sum"
 
 
@@ -71,12 +75,15 @@ def _of_rank(seen: Any, rank: int) -> Any:
 def test_shards_of_the_reference_are_exact(bench: Bench, separate: bool) -> None:
     found = _judged(bench, separate=separate)
     assert set(found.counts) == {"exact"}
-    assert found.first_divergence is None and found.cause is None
+    assert found.first_divergence is None
+    assert found.cause is None
     assert next(r for r in found.rows if r.stage == "gradients").layout == "S(0)"
 
 
 @pytest.mark.parametrize("separate", [False, True])
-def test_a_doubled_shard_is_seen_and_its_element_named_globally(bench: Bench, separate: bool) -> None:
+def test_a_doubled_shard_is_seen_and_its_element_named_globally(
+    bench: Bench, separate: bool
+) -> None:
     def change(run: str, step: int, seen: Any) -> None:
         if step == 1:
             seen["gradients"]["net.0.weight"].local[1] *= 2
@@ -84,12 +91,15 @@ def test_a_doubled_shard_is_seen_and_its_element_named_globally(bench: Bench, se
     found = _judged(bench, change, separate=separate)
     row = next(r for r in found.rows if r.verdict == "mismatch")
     assert (row.step, row.run, row.ranks) == (1, "anchored", [1])
-    assert row.worst is not None and row.worst.index[0] >= 12
+    assert row.worst is not None
+    assert row.worst.index[0] >= 12
     expected = bench.reference.run.steps[1]["gradients"]["net.0.weight"][tuple(row.worst.index)]
     assert row.worst.expected == float(expected)
     assert row.worst.actual == pytest.approx(2 * row.worst.expected)
-    assert row.cause is not None and row.cause.kind == "unexplained"
-    assert row.max_ulp is not None and row.max_ulp > 1000
+    assert row.cause is not None
+    assert row.cause.kind == "unexplained"
+    assert row.max_ulp is not None
+    assert row.max_ulp > 1000
 
 
 def test_a_common_factor_is_fitted_over_all_parts(bench: Bench) -> None:
@@ -98,10 +108,13 @@ def test_a_common_factor_is_fitted_over_all_parts(bench: Bench) -> None:
             local *= 0.5
 
     found = _judged(bench, change, separate=True)
-    assert found.cause is not None and found.cause.kind == "factor"
+    assert found.cause is not None
+    assert found.cause.kind == "factor"
     assert found.cause.factor == pytest.approx(0.5)
-    assert "1 / ranks of dp" in found.cause.text and found.cause.axis == "dp"
-    assert found.first_divergence is not None and found.first_divergence.step == 0
+    assert "1 / ranks of dp" in found.cause.text
+    assert found.cause.axis == "dp"
+    assert found.first_divergence is not None
+    assert found.first_divergence.step == 0
 
 
 def test_replicas_that_differ_are_caught_on_the_rank_that_is_wrong(bench: Bench) -> None:
@@ -113,7 +126,8 @@ def test_replicas_that_differ_are_caught_on_the_rank_that_is_wrong(bench: Bench)
 
     found = _judged(bench, change, separate=True)
     row = next(r for r in found.rows if r.verdict == "mismatch")
-    assert row.ranks == [1] and row.unknown["copies_differ"]
+    assert row.ranks == [1]
+    assert row.unknown["copies_differ"]
 
 
 def test_initial_state_must_be_equal_to_the_bit(bench: Bench) -> None:
@@ -123,7 +137,8 @@ def test_initial_state_must_be_equal_to_the_bit(bench: Bench) -> None:
             local[0, 0] = torch.nextafter(local[0, 0], torch.tensor(9.0))
 
     found = _judged(bench, change)
-    assert found.cause is not None and found.cause.kind == "initial"
+    assert found.cause is not None
+    assert found.cause.kind == "initial"
     assert found.first_divergence is not None
     assert found.first_divergence.stage == "initial_state"
 
@@ -136,7 +151,8 @@ def test_a_partial_sum_is_reduced_where_all_ranks_are_here(bench: Bench) -> None
     assert _judged(bench, change).verdict == "exact"
     found = _judged(bench, change, separate=True)
     row = next(r for r in found.rows if (r.stage, r.name) == ("gradients", "net.0.weight"))
-    assert row.verdict == "undetermined" and "reduction is still due" in row.unknown["reason"]
+    assert row.verdict == "undetermined"
+    assert "reduction is still due" in row.unknown["reason"]
 
 
 def test_an_undeclared_layout_is_explained_by_its_content(bench: Bench) -> None:
@@ -153,7 +169,8 @@ def test_a_module_output_alone_is_no_mismatch_but_localises_one(bench: Bench) ->
             seen["module_outputs"]["net.1"].local[0] += 1
 
     found = _judged(bench, change)
-    assert found.verdict == "rounding" and found.counts["undetermined"] == 1
+    assert found.verdict == "rounding"
+    assert found.counts["undetermined"] == 1
 
     def both(run: str, step: int, seen: Any) -> None:
         change(run, step, seen)
@@ -172,7 +189,8 @@ def test_a_gradient_that_no_rank_shows_is_a_mismatch(bench: Bench) -> None:
         del seen["gradients"]["net.0.weight"]
 
     found = _judged(bench, change)
-    assert found.cause is not None and "absent on every rank" in found.cause.text
+    assert found.cause is not None
+    assert "absent on every rank" in found.cause.text
 
 
 def test_elements_that_no_rank_has_are_a_mismatch(bench: Bench) -> None:
@@ -181,7 +199,8 @@ def test_elements_that_no_rank_has_are_a_mismatch(bench: Bench) -> None:
         del observed.local[1], observed.coordinates[1]
 
     found = _judged(bench, change)
-    assert found.cause is not None and "on no rank" in found.cause.text
+    assert found.cause is not None
+    assert "on no rank" in found.cause.text
 
 
 def test_hyper_parameters_are_compared_exactly(bench: Bench) -> None:
@@ -190,7 +209,9 @@ def test_hyper_parameters_are_compared_exactly(bench: Bench) -> None:
     same = hyper_parameter_differences(bench.store, values, run="free", step=1, coordinate=(0,))
     assert not same
     values["lr"] = 0.2
-    extra = hyper_parameter_differences(bench.store, values, run="anchored", step=1, coordinate=(0,))
+    extra = hyper_parameter_differences(
+        bench.store, values, run="anchored", step=1, coordinate=(0,)
+    )
 
     statistics: list[Statistics] = list(extra)
     for run in ("free", "anchored"):
@@ -232,7 +253,9 @@ def test_what_never_carried_signal_is_not_exercised(tmp_path: Path) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.used(x) + 0 * self.zero(x)
 
-    case = make_case("own", dtype="float32", optimizer="sgd", model=Idle, inputs=lambda: [torch.randn(8, 12)])
+    case = make_case(
+        "own", dtype="float32", optimizer="sgd", model=Idle, inputs=lambda: [torch.randn(8, 12)]
+    )
     found = Bench(case, tmp_path).judge(None)
     rows = {(r.step, r.stage, r.name): r.verdict for r in found.rows}
     assert rows[0, "gradients", "unused.weight"] == "not_exercised"
@@ -252,7 +275,9 @@ def test_a_cell_without_any_signal_is_not_exercised(tmp_path: Path) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return 0 * self.linear(x)
 
-    case = make_case("own", dtype="float32", optimizer="sgd", model=Nothing, inputs=lambda: [torch.randn(8, 12)])
+    case = make_case(
+        "own", dtype="float32", optimizer="sgd", model=Nothing, inputs=lambda: [torch.randn(8, 12)]
+    )
     assert Bench(case, tmp_path).judge(None).verdict == "not_exercised"
 
 
@@ -269,7 +294,9 @@ def test_a_model_that_differs_from_run_to_run_is_refused() -> None:
             return self.linear(x) * Clock.calls
 
     with pytest.raises(ReferenceRunError, match="not-deterministic"):
-        make_reference(make_case("own", dtype="float32", model=Clock, inputs=lambda: [torch.randn(8, 12)]))
+        make_reference(
+            make_case("own", dtype="float32", model=Clock, inputs=lambda: [torch.randn(8, 12)])
+        )
 
 
 def test_a_reference_with_nan_is_refused() -> None:
@@ -282,7 +309,9 @@ def test_a_reference_with_nan_is_refused() -> None:
             return (self.linear(x) - 9).sqrt()
 
     with pytest.raises(ReferenceRunError, match="reference-not-finite"):
-        make_reference(make_case("own", dtype="float32", model=Bad, inputs=lambda: [torch.randn(8, 12)]))
+        make_reference(
+            make_case("own", dtype="float32", model=Bad, inputs=lambda: [torch.randn(8, 12)])
+        )
 
 
 def test_factors_with_a_meaning() -> None:
@@ -308,5 +337,3 @@ def test_ulp_distance_counts_representable_values(dtype: torch.dtype) -> None:
     if dtype == torch.float64:
         edge = one * torch.finfo(dtype).max
         assert ulp_distance(edge, -edge).item() == largest
-
-

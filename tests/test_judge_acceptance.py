@@ -65,7 +65,8 @@ def test_a_factor_on_one_gradient_is_a_mismatch_with_its_factor(
         first = found.first_divergence
         assert first is not None
         assert (first.step, first.stage, first.tensor) == (0, "gradients", FAULTED[name])
-        assert found.cause is not None and found.cause.kind == "factor"
+        assert found.cause is not None
+        assert found.cause.kind == "factor"
         assert found.cause.factor == pytest.approx(1.0001, abs=2e-6)
         assert found.cause.residual < 4.0
 
@@ -128,7 +129,8 @@ def test_bfloat16_candidates_pass_and_faults_are_seen(bench: Benches) -> None:
     assert not failing(found), failing(found)
     found = judged.judge(ScaledGradient("fault", FAULTED["mlp"], 2.0))
     assert found.verdict == "mismatch"
-    assert found.cause is not None and found.cause.kind == "factor"
+    assert found.cause is not None
+    assert found.cause.kind == "factor"
 
 
 def test_elements_that_only_rounding_decides_are_undetermined_and_counted(bench: Benches) -> None:
@@ -165,11 +167,16 @@ def test_an_update_outside_its_interval_is_a_mismatch(bench: Benches) -> None:
 
 @pytest.mark.parametrize(
     ("name", "dropped"),
-    [("dropout", 1), ("batch_norm", 2), ("contrastive", 2), ("mask", 3), ("mlp", 0), ("transformer", 0)],
+    [
+        ("dropout", 1),
+        ("batch_norm", 2),
+        ("contrastive", 2),
+        ("mask", 3),
+        ("mlp", 0),
+        ("transformer", 0),
+    ],
 )
-def test_illegal_reorderings_are_dropped_and_named(
-    bench: Benches, name: str, dropped: int
-) -> None:
+def test_illegal_reorderings_are_dropped_and_named(bench: Benches, name: str, dropped: int) -> None:
     """Dropout in parts draws the whole batch's masks one part after the other: legal."""
     for dtype in ("float32", "float64"):
         noise = bench(name, dtype).noise

@@ -15,6 +15,8 @@ from spmd_verify.observe import Observer, observed, positional_names
 
 
 class Net(nn.Module):
+    """Nested inputs and outputs."""
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.drop, self.last = nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1)
@@ -52,7 +54,12 @@ def test_stages_and_names() -> None:
     record = observed(_step, labels=lambda b: [("targets", b[1])])(model, optimizer, batch)
     assert list(record["inputs"]) == ["targets", "x", "extra.z"]
     assert list(record["module_outputs"]) == [
-        "first", "drop", "last", "model.y", "model.pair[0]", "model.pair[1]",
+        "first",
+        "drop",
+        "last",
+        "model.y",
+        "model.pair[0]",
+        "model.pair[1]",
     ]
     assert list(record["loss"]) == ["loss"]
     assert list(record["gradients"]) == [n for n, _ in model.named_parameters()]
@@ -177,7 +184,8 @@ def test_wrappers_are_named_through() -> None:
     record = observed(_step)(model, optimizer, (torch.randn(5, 3), torch.ones(2)))
     assert positional_names(model) == ("x", "extra")
     assert list(record["inputs"]) == ["x", "extra.z"]
-    assert "first" in record["module_outputs"] and "model.y" in record["module_outputs"]
+    assert "first" in record["module_outputs"]
+    assert "model.y" in record["module_outputs"]
     assert "first.weight" in record["gradients"]
 
 

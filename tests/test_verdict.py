@@ -42,22 +42,39 @@ def test_the_floor_is_the_largest_error_or_two_u_times_scale() -> None:
     assert noise_floor([0.0], 2.0**-24, 10.0) == 20.0 * 2.0**-24
 
 
+def _row(error: float, row_ratio: float = 0.0, *, equal: bool = False, reason: str = "") -> str:
+    return row_verdict(
+        is_equal=equal,
+        error=error,
+        noise=1.0,
+        row_ratio=row_ratio,
+        limits=(4.0, 4.0),
+        reason=reason or None,
+    )
+
+
 def test_equal_bits_are_exact_whatever_the_floor() -> None:
-    assert row_verdict(is_equal=True, error=1.0, noise=0.0, c=4.0, reason="x") == Verdict.EXACT
+    assert _row(9.0, equal=True, reason="x") == "exact"
 
 
 @pytest.mark.parametrize(
     ("error", "row_ratio", "expected"),
-    [(3.9, 1.0, "rounding"), (4.1, 1.0, "mismatch"), (1.0, 4.1, "mismatch"), (math.nan, 0.0, "mismatch")],
+    [
+        (3.9, 1.0, "rounding"),
+        (4.1, 1.0, "mismatch"),
+        (1.0, 4.1, "mismatch"),
+        (math.nan, 0.0, "mismatch"),
+    ],
 )
-def test_both_norms_must_be_within_their_limit(error: float, row_ratio: float, expected: str) -> None:
-    found = row_verdict(is_equal=False, error=error, noise=1.0, c=4.0, row_ratio=row_ratio, row_c=4.0)
-    assert found == expected
+def test_both_norms_must_be_within_their_limit(
+    error: float, row_ratio: float, expected: str
+) -> None:
+    assert _row(error, row_ratio) == expected
 
 
 def test_an_unusable_floor_decides_nothing_but_does_not_hide_a_large_error() -> None:
-    assert row_verdict(is_equal=False, error=1.0, noise=1.0, c=4.0, row_c=4.0, reason="x") == "undetermined"
-    assert row_verdict(is_equal=False, error=9.0, noise=1.0, c=4.0, row_c=4.0, reason="x") == "mismatch"
+    assert _row(1.0, reason="x") == "undetermined"
+    assert _row(9.0, reason="x") == "mismatch"
 
 
 def _cell(*rows: str, exercised: bool = True, undetermined: int = 0) -> str:
