@@ -12,6 +12,7 @@ from spmd.data_parallel import DataParallel
 from spmd.errors import UsageError
 from spmd.layout import Layout, Shard, chunk_units
 from spmd.lifting import World, tensor_of
+from spmd.localize import Visit, walk_rank
 from spmd.mode import ParallelMode
 from spmd.overrides import Override
 from spmd.placed import Placed
@@ -199,9 +200,9 @@ class RankStep(CompiledStep):
             return ranks.part(value.detach(), layout)
         return local_of(value.detach())
 
-    def _run(self, executable: Executable, world: World) -> list[Any]:
+    def _inputs(self, executable: Executable, world: World) -> list[Any]:
         self._adopt(executable, world)
-        return super()._run(executable, world)
+        return super()._inputs(executable, world)
 
     def _adopt(self, executable: Executable, world: World) -> None:
         """Turn plain parameters and their state into DTensors, once, before anything runs."""
@@ -252,6 +253,12 @@ class RankStep(CompiledStep):
             else v
             for v in outputs
         ]
+
+    def _walk(self, graph: fx.GraphModule, inputs: list[Any], visit: Visit) -> None:
+        walk_rank(graph, inputs, visit)
+
+    def _coordinates(self) -> list[tuple[int, ...]]:
+        return [self.ranks.coordinate]
 
     def _store(self, kind: str, name: str, held: Any, value: Any, layout: Layout) -> None:
         world = self._world

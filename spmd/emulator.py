@@ -27,7 +27,7 @@ def run_lockstep(
     graph: fx.GraphModule,
     inputs: list[Any],
     mesh: MeshShape,
-    observe: Callable[[fx.Node, Any], None] | None = None,
+    visit: Callable[[fx.Node, list[Any]], list[Any]] | None = None,
 ) -> list[Any]:
     """Run `graph` on every rank of `mesh`.
 
@@ -36,17 +36,18 @@ def run_lockstep(
         inputs: One per placeholder: a `PerRank` of local tensors, or one value that is
             the same on every rank.
         mesh: Axis names and sizes.
-        observe: Called with every node and its value.
+        visit: Called with every node and its value on each rank; returns the values to
+            go on with.
 
     Returns:
         The graph's outputs, each a `PerRank` or one value shared by all ranks.
     """
-    return _Walk(graph, mesh, observe).run(inputs)
+    return _Walk(graph, mesh, visit).run(inputs)
 
 
 class _Walk:
-    def __init__(self, graph: fx.GraphModule, mesh: MeshShape, observe: Any) -> None:
-        self.graph, self.mesh, self.observe = graph, mesh, observe
+    def __init__(self, graph: fx.GraphModule, mesh: MeshShape, visit: Any) -> None:
+        self.graph, self.mesh, self.visit = graph, mesh, visit
         self.coordinates = mesh.coordinates()
         self.env: dict[fx.Node, Any] = {}
         self.axis = {coordinate_name(name): i for i, name in enumerate(mesh.names)}
@@ -63,11 +64,18 @@ class _Walk:
                 self.env[node] = self._attribute(str(node.target))
             else:
                 self.env[node] = self._call(node)
-            if self.observe is not None:
-                self.observe(node, self.env[node])
+            if self.visit is not None:
+                self._visited(node)
             for dead in last_use.get(node, ()):
                 del self.env[dead]
         raise AssertionError("graph without output")
+
+    def _visited(self, node: fx.Node) -> None:
+        value = self.env[node]
+        parts = list(value) if isinstance(value, PerRank) else [value] * self.mesh.num_ranks
+        visited = self.visit(node, parts)
+        if any(a is not b for a, b in zip(visited, parts, strict=True)):
+            self.env[node] = PerRank(visited)
 
     def _attribute(self, name: str) -> Any:
         if name in self.axis:
@@ -129,11 +137,17 @@ def _run_collective(name: str, parts: list[Tensor], args: Any) -> list[Tensor]:
         return list(reduced(parts, args[1]).chunk(len(parts)))
     if name == "all_to_all_single":
         return _all_to_all(parts, args)
-    if name in ("all_reduce_coalesced", "all_gather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"):
+    if name in (
+        "all_reduce_coalesced",
+        "all_gather_into_tensor_coalesced",
+        "reduce_scatter_tensor_coalesced",
+    ):
         single = name.removesuffix("_coalesced")
         if single == "all_reduce":
             return _coalesced_all_reduce(parts, args)  # type: ignore[arg-type, return-value]
-        columns = [_run_collective(single, list(column), args) for column in zip(*parts, strict=True)]
+        columns = [
+            _run_collective(single, list(column), args) for column in zip(*parts, strict=True)
+        ]
         return [list(row) for row in zip(*columns, strict=True)]  # type: ignore[misc]
     raise NotImplementedError(f"collective {name} in lock-step")
 
@@ -202,5 +216,3 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     for used, node in last.items():
         out.setdefault(node, []).append(used)
     return out
-
-

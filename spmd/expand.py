@@ -104,7 +104,7 @@ class _Expansion:
         fake = node.meta["val"]
         layout = self.plan.inputs[position]
         local = self.emitter.placeholder(node, layout)
-        value = Value(tuple(fake.shape), fake.dtype, {layout: local})
+        value = Value(tuple(fake.shape), fake.dtype, {layout: local}, node.name)
         self.values[node] = value
         if position in self.plan.compute and self.plan.compute[position] != layout:
             self.origin[node] = True
@@ -153,7 +153,7 @@ class _Expansion:
         value.forms = {wanted: self._form(value, wanted)}
         self._tag_reductions(value.forms[wanted], node, value)
         if self.plan.mean or (wanted != self.whole and wanted not in computed):
-            self.values[node, "computed"] = Value(value.shape, value.dtype, computed)
+            self.values[node, "computed"] = Value(value.shape, value.dtype, computed, value.name)
 
     def _averaged(self, value: Value) -> dict[Layout, fx.Node]:
         """Return a rank's own gradient as its share of the mean over all ranks."""
@@ -166,7 +166,7 @@ class _Expansion:
         pending, names = [local], self.gradient_names[node.name]
         while pending:
             current = pending.pop()
-            if current.meta.get("global") != node.name or "gradient" in current.meta:
+            if current.meta.get("global") not in (node.name, value.name) or "gradient" in current.meta:
                 continue
             if current.target in _REDUCTIONS:
                 current.meta["gradient"] = {
@@ -199,9 +199,9 @@ class _Expansion:
             if node.op == "placeholder":
                 home: Value = self.values[node, "optimizer"]
                 wanted: Layout = self.values[node, "compute"]
-                scratch = Value(home.shape, home.dtype, dict(home.forms))
+                scratch = Value(home.shape, home.dtype, dict(home.forms), home.name)
                 gathered = self._form(scratch, wanted)
-                self.values[node, region] = Value(home.shape, home.dtype, {wanted: gathered})
+                self.values[node, region] = Value(home.shape, home.dtype, {wanted: gathered}, home.name)
             else:
                 self._rebuilt(node, region)
         return self.values[node, region]
@@ -218,6 +218,7 @@ class _Expansion:
             steps = redistribute(self.emitter, value.forms[source], value, source, layout)
             for reached, node in steps:
                 node.meta["layout"] = reached
+                node.meta["global"] = value.name
                 value.forms.setdefault(reached, node)
         return value.forms[layout]
 
@@ -332,9 +333,11 @@ class _Expansion:
         """Pair the local results with the layouts; nested lists keep their structure."""
         remaining = iter(outputs)
 
-        def build(fake: Any, local: Any) -> Any:
+        def build(fake: Any, local: Any, name: str) -> Any:
             if isinstance(fake, Tensor):
-                return Value(tuple(fake.shape), fake.dtype, {next(remaining): local})
+                layout = next(remaining)
+                local.meta |= {"layout": layout, "global": name}
+                return Value(tuple(fake.shape), fake.dtype, {layout: local}, name)
             if isinstance(fake, (list, tuple)):
                 items = []
                 for position, item in enumerate(fake):
@@ -346,11 +349,11 @@ class _Expansion:
                         picked = local[position]
                     else:
                         picked = self.emitter.call(_getitem, (local, position), {})
-                    items.append(build(item, picked))
+                    items.append(build(item, picked, f"{name}#{position}"))
                 return items
             return local
 
-        return build(call.node.meta.get("val"), result)
+        return build(call.node.meta.get("val"), result, call.node.name)
 
 
 _WHOLE = Whole()

@@ -6,22 +6,23 @@ the engine's modes run here; eager torch styles need processes.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from spmd.emulator import PerRank, run_lockstep
-from spmd.errors import UsageError
+from spmd.errors import InternalError, UsageError
 from spmd.layout import Layout, Shard
 from spmd.lifting import World, tensor_of
+from spmd.localize import Visit
 from spmd.mesh import MeshShape, mesh_shape
 from spmd.mode import ParallelMode
 from spmd.overrides import Override
 from spmd.placed import Placed
 from spmd.planning import owner_of
-from spmd.ranks import part_of
+from spmd.ranks import joined, part_of
 from spmd.session import CaptureCache, CompiledStep, Options
 from spmd.writeback import set_module_tensor, set_state
 
@@ -67,7 +68,13 @@ def compile(
         )
     mode.mesh = mesh_shape(mesh)
     options = Options(
-        mode, module_override or [], gm_transformation, "global", strict, dump_graphs, recapture_every
+        mode,
+        module_override or [],
+        gm_transformation,
+        "global",
+        strict,
+        dump_graphs,
+        recapture_every,
     )
 
     def decorate(function: Callable[..., Any]) -> LockstepStep:
@@ -91,25 +98,15 @@ def assembled(value: Any, layout: Layout, mesh: MeshShape) -> Any:
     parts = {c: value[i] for i, c in enumerate(mesh.coordinates())}
     for axis in reversed(range(len(mesh.sizes))):
         placement = layout.placements[axis]
-        joined: dict[tuple[int, ...], Any] = {}
+        together: dict[tuple[int, ...], Any] = {}
         for head in dict.fromkeys(c[:axis] for c in parts):
             row = [parts[(*head, i)] for i in range(mesh.sizes[axis])]
-            joined[head] = _joined(row, placement)
-        parts = joined
+            together[head] = joined(row, placement) if isinstance(placement, Shard) else row[0]
+        parts = together
     return parts[()]
 
 
-def _joined(row: list[Tensor], placement: Any) -> Tensor:
-    if not isinstance(placement, Shard):
-        return row[0]
-    dim, outer = placement.dim, placement.outer
-    split = []
-    for part, units in zip(row, placement.units, strict=True):
-        shape = part.shape
-        split.append(part.reshape(*shape[:dim], outer, units, *shape[dim + 1 :]))
-    whole = torch.cat(split, dim + 1)
-    shape = row[0].shape
-    return whole.reshape(*shape[:dim], placement.size, *shape[dim + 1 :])
+Parts = dict[tuple[str, str], tuple[Any, Layout]]
 
 
 class LockstepStep(CompiledStep):
@@ -118,8 +115,12 @@ class LockstepStep(CompiledStep):
     def __init__(self, function: Callable[..., Any], options: Options) -> None:
         super().__init__(function, options)
         self.mesh = mesh_shape(options.mode.mesh)
-        self.observe: Callable[[fx.Node, Any], None] | None = None
-        self._parts: dict[tuple[str, str], tuple[Any, Layout]] = {}
+        self._models: weakref.WeakKeyDictionary[Any, Parts] = weakref.WeakKeyDictionary()
+
+    @property
+    def _parts(self) -> Parts:
+        """The parts of what the model of this call holds, by kind and name."""
+        return self._models.setdefault(self._world.model, {}) if self._world is not None else {}
 
     def state(self) -> dict[str, dict[str, Placed]]:
         """Return parameters, buffers, optimizer_state and gradients as they are held."""
@@ -133,9 +134,6 @@ class LockstepStep(CompiledStep):
                 found[table[kind]][name] = Placed(self._locals(value), layout)
         return found
 
-    def _shapes(self, world: World) -> dict[int, tuple[int, ...]]:
-        return {}
-
     def _fetch(self, world: World, position: int) -> Tensor:
         spec, value = world.specs[position], world.values[position]
         if (spec.kind, spec.name) in self._parts:
@@ -143,9 +141,6 @@ class LockstepStep(CompiledStep):
         if isinstance(value, Tensor):
             return value.detach().clone()
         return tensor_of(value)
-
-    def _agree(self, flag: bool) -> bool:
-        return flag
 
     def _bind(self, graph: fx.GraphModule) -> fx.GraphModule:
         return graph
@@ -170,9 +165,15 @@ class LockstepStep(CompiledStep):
         return PerRank(part_of(value, layout, c).clone() for c in self.mesh.coordinates())
 
     def _execute(self, graph: fx.GraphModule, inputs: list[Any]) -> list[Any]:
-        outputs = run_lockstep(graph, inputs, self.mesh, self.observe)
+        outputs = run_lockstep(graph, inputs, self.mesh)
         seen: set[int] = {id(t) for x in inputs for t in _each(x)}
         return [_unaliased(value, seen) for value in outputs]
+
+    def _walk(self, graph: fx.GraphModule, inputs: list[Any], visit: Visit) -> None:
+        run_lockstep(graph, inputs, self.mesh, visit)
+
+    def _coordinates(self) -> list[tuple[int, ...]]:
+        return self.mesh.coordinates()
 
     def _store(self, kind: str, name: str, held: Any, value: Any, layout: Layout) -> None:
         world = self._world
@@ -184,6 +185,8 @@ class LockstepStep(CompiledStep):
             _parameter(world, name).grad = whole.clone()
         elif isinstance(held, Tensor) and held.shape == whole.shape:
             held.detach().copy_(whole)
+        elif kind == "argument":
+            raise InternalError(f"input {name!r} was written with another shape {whole.shape}")
         elif kind == "state":
             owner = owner_of(name, {s.name: s for s in world.specs if s.kind == "parameter"})
             assert owner is not None and world.optimizer is not None

@@ -41,11 +41,12 @@ class Plan:
 
 @dataclass
 class Value:
-    """A global value and the local nodes that hold it."""
+    """A global value, named by its global node, and the local nodes that hold it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     forms: dict[Layout, fx.Node]
+    name: str = ""
 
     @property
     def bytes(self) -> int:

@@ -1,15 +1,18 @@
 """A compiled step: when to capture, when to reuse, and how one call runs.
 
 Calls capture until two in a row give the same graph; from then on it is reused while what
-it was specialised on stays the same. All ranks decide together, before anything runs.
+it was specialised on stays the same. All ranks decide together, before anything runs: each
+votes for the executable it would use, and it is used if all voted for the same one.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,11 +20,13 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from spmd.capture import Program, capture
-from spmd.errors import SizeChanged
+from spmd.entries import CAPTURE, LARGEST_ENTRY, CaptureCache, Entry, Executable, Options
+from spmd.errors import CaptureError, SizeChanged
 from spmd.layout import Layout
 from spmd.lifting import World, lift, path_name
-from spmd.mode import ParallelMode
-from spmd.overrides import Override, apply_overrides
+from spmd.localize import Divergence, Localizer, Visit, global_values
+from spmd.overrides import apply_overrides
+from spmd.passes import checked_graph
 from spmd.placed import Placed
 from spmd.planning import owner_of
 from spmd.program import Kept, Lifted, Write
@@ -29,54 +34,15 @@ from spmd.structure import fingerprint
 from spmd.writeback import rebuilt, set_state
 
 
-@dataclass
-class Options:
-    """The arguments of `compile`, see there."""
+class _TellOthers(AbstractContextManager[None]):
+    """Calls `tell` with the exception that leaves its body."""
 
-    mode: ParallelMode
-    overrides: list[Override] = field(default_factory=list)
-    gm_transformation: Callable[[fx.GraphModule], fx.GraphModule] | None = None
-    batch: str = "local"
-    strict: bool = False
-    dump_graphs: str | None = None
-    recapture_every: int | None = None
+    def __init__(self, tell: Callable[[Exception], None]) -> None:
+        self._tell = tell
 
-
-@dataclass
-class Executable:
-    """A program partitioned for the mesh, ready to run."""
-
-    program: Program
-    graph: fx.GraphModule
-    inputs: list[Layout]
-    outputs: list[Layout]
-
-
-@dataclass
-class Entry:
-    """What is known for one set of shapes, arguments and flags.
-
-    Attributes:
-        fingerprint: Of the newest capture.
-        stable: Whether two captures in a row agreed.
-        executables: Newest first; more than one where data-dependent sizes differ.
-        calls: Calls answered by this entry.
-    """
-
-    fingerprint: str = ""
-    stable: bool = False
-    executables: list[Executable] = field(default_factory=list)
-    calls: int = 0
-
-
-class CaptureCache:
-    """Programs shared by several compiled copies of one step, by call number.
-
-    The copies must be built alike; the step's Python runs for the first of them only.
-    """
-
-    def __init__(self) -> None:
-        self.programs: dict[Any, Program] = {}
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, Exception):
+            self._tell(error)
 
 
 class CompiledStep(ABC):
@@ -99,7 +65,10 @@ class CompiledStep(ABC):
         self._entries: dict[Any, Entry] = {}
         self._executable: Executable | None = None
         self._world: World | None = None
-        self._overridden: set[int] = set()
+        self._known: dict[Any, Entry] = {}
+        self._entry = Entry()
+        self._serial = 0
+        self._overridden: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
     def graph(self) -> fx.GraphModule:
@@ -138,29 +107,13 @@ class CompiledStep(ABC):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; see `spmd.compile`."""
         kwargs.pop("last_train_step", None)
-        world = lift(self.function, args, kwargs)
-        if id(world.model) not in self._overridden and self.options.overrides:
-            self._overridden.add(id(world.model))
-            apply_overrides(world.model, self.options.overrides)
-            world = lift(self.function, args, kwargs)
-        self._world = world
-        shapes = self._shapes(world)
-        key = (id(world.model), id(world.optimizer), world.static, tuple(sorted(shapes.items())))
-        entry = self._entries.setdefault(key, Entry())
-        executable = self._reusable(entry) or self._captured(entry, world, shapes)
-        generator = torch.get_rng_state()
-        tried: list[Executable] = []
-        while True:
-            try:
-                outputs = self._run(executable, world)
-                break
-            except SizeChanged:
-                torch.set_rng_state(generator)
-                tried.append(executable)
-                others = [e for e in entry.executables if e not in tried]
-                executable = others[0] if others else self._captured(entry, world, shapes, keep=True)
+        with self._together():
+            world = self._world = self._lift(args, kwargs)
+        self._enter(world)
+        executable = self._chosen(world)
+        executable, outputs = self._answered(executable, world)
         self.calls += 1
-        entry.calls += 1
+        self._entry.calls += 1
         self._executable = executable
         with torch.no_grad():
             self._write(executable, world, outputs)
@@ -170,30 +123,111 @@ class CompiledStep(ABC):
         firsts = [self._locals(v)[0] for v in outputs]
         return rebuilt(program.result_spec, program.result_constants, firsts)
 
+    def _lift(self, args: Any, kwargs: Any) -> World:
+        world = lift(self.function, args, kwargs)
+        if self.options.overrides and world.model not in self._overridden:
+            self._overridden.add(world.model)
+            apply_overrides(world.model, self.options.overrides)
+            world = lift(self.function, args, kwargs)
+        return world
+
+    def _chosen(self, world: World) -> Executable:
+        """Return the executable all ranks use first in this call; sets `_entry`.
+
+        A rank that has seen its own arguments before votes for what it used then. Where
+        the votes differ, the ranks tell each other their shapes.
+        """
+        local = (id(world.model), id(world.optimizer), world.static)
+        known = self._known.get(local)
+        vote = self._vote_of(known) if known is not None else CAPTURE
+        if self._agree(vote) and known is not None:
+            self._entry = known
+            return known.executables[0]
+        with self._together():
+            found = self._described(world)
+        key = (local, tuple(sorted(found.shapes.items())))
+        entry = self._entry = self._known[local] = self._entries.setdefault(key, found)
+        if self._agree(self._vote_of(entry)):
+            return entry.executables[0]
+        return self._captured(entry, world)
+
+    def _answered(self, executable: Executable, world: World) -> tuple[Executable, list[Any]]:
+        """Run an executable whose data-dependent sizes are those of this call."""
+        entry, generator = self._entry, torch.get_rng_state()
+        tried: list[Executable] = []
+        fresh: Executable | None = None
+        while True:
+            try:
+                return executable, self._run(executable, world)
+            except SizeChanged as changed:
+                torch.set_rng_state(generator)
+                if executable is fresh:
+                    raise CaptureError(
+                        f"a value the step is specialised on is another one in the local graph: "
+                        f"{changed}. It depends on rounding; make the decision robust.",
+                        None,
+                        "unstable-size",
+                    ) from changed
+                tried.append(executable)
+                others = [e for e in entry.executables if e not in tried]
+                if self._agree(others[0].serial if others else CAPTURE):
+                    executable = others[0]
+                else:
+                    executable = fresh = self._captured(entry, world, keep=True)
+
+    def localize(self, *args: Any, **kwargs: Any) -> Divergence | None:
+        """Return the first operator the local graph computes differently, or None.
+
+        The arguments are those of a step; nothing is written back, the random generator
+        stays where it is. Collective; every rank returns what it saw itself.
+        """
+        world = self._world = self._lift(args, kwargs)
+        executable = self._chosen(world)
+        program = executable.program
+        specs = program.graph.meta["signature"].inputs
+        generator = torch.get_rng_state()
+        try:
+            whole = [self._fetch(world, i) for i in range(len(world.values))]
+            whole += [tensor.detach().clone() for tensor in program.captured]
+            values = global_values(program.graph, whole[: len(specs)])
+            torch.set_rng_state(generator)
+            search = Localizer(program.graph, values, self._coordinates())
+            self._walk(executable.graph, self._inputs(executable, world), search.visit)
+        finally:
+            torch.set_rng_state(generator)
+        return search.found
+
     def _placed(self, value: Any, layout: Layout) -> Placed:
         return Placed(self._locals(value), layout)
 
-    def _reusable(self, entry: Entry) -> Executable | None:
+    def _vote_of(self, entry: Entry) -> int:
+        """Return the number of the executable this rank would use again, or `CAPTURE`."""
         every = self.options.recapture_every
         due = every is not None and entry.calls and entry.calls % every == 0
-        again = not entry.stable or bool(due)
-        return None if self._agree(again) else entry.executables[0]
+        return entry.executables[0].serial if entry.stable and not due else CAPTURE
 
-    def _captured(
-        self, entry: Entry, world: World, shapes: dict[int, tuple[int, ...]], keep: bool = False
-    ) -> Executable:
-        program = self._program(world, shapes)
+    def _captured(self, entry: Entry, world: World, keep: bool = False) -> Executable:
+        """Capture the step; what is there is used again if it is the same program."""
+        with self._together(), self._common_stream():
+            program = self._program(world, entry.shapes)
         mark = fingerprint(program)
         same = bool(entry.executables) and mark == entry.fingerprint
-        if not self._agree(not same):
-            entry.stable = True
+        if self._agree(entry.executables[0].serial if same else CAPTURE):
+            entry.stable = self._is_common(program)
             executable = entry.executables[0]
             executable.program = replace(program, graph=executable.program.graph)
             return executable
-        entry.fingerprint, entry.stable = mark, keep
-        executable = self._partitioned(program, world)
-        entry.executables = [executable, *(entry.executables if keep else [])]
+        with self._together():
+            executable = self._partitioned(program, world)
+        self._refuse_different(executable)
+        entry.fingerprint, entry.stable = mark, keep and self._is_common(program)
+        kept = entry.executables[: LARGEST_ENTRY - 1] if keep else []
+        entry.executables = [executable, *kept]
         return executable
+
+    def _together(self) -> AbstractContextManager[None]:
+        """Return a context that tells the other ranks if its body fails on this one."""
+        return _TellOthers(self._give_up)
 
     def _program(self, world: World, shapes: dict[int, tuple[int, ...]]) -> Program:
         key = (self.calls, world.static)
@@ -224,20 +258,23 @@ class CompiledStep(ABC):
         args, kwargs = pytree.tree_unflatten(
             [getattr(leaf, "position", leaf) for leaf in world.flat_args], world.args_spec
         )
-        if self.options.strict:
-            mode.strict = True  # type: ignore[attr-defined]
+        mode.strict = self.options.strict
         local = mode.partition(
             program.graph, world.model, world.optimizer,
             {**by_kind["parameter"], **by_kind["buffer"]}, states, args, kwargs,
         )  # fmt: skip
         layouts = local.meta["layouts"]
-        local = mode.transform_and_compile(local)
+        local = checked_graph(mode.transform_and_compile(local), "transform_and_compile of the mode")
         for override in self.options.overrides:
-            local = override.transform(local, world.values)
+            name = f"{type(override).__name__}.transform"
+            local = checked_graph(override.transform(local, world.values), name)
         if self.options.gm_transformation is not None:
-            local = self.options.gm_transformation(local)
+            local = checked_graph(self.options.gm_transformation(local), "gm_transformation")
         self._dump(program, local)
-        return Executable(program, self._bind(local), layouts["inputs"], layouts["outputs"])
+        self._serial += 1
+        return Executable(
+            program, self._bind(local), layouts["inputs"], layouts["outputs"], self._serial
+        )
 
     def _dump(self, program: Program, local: fx.GraphModule) -> None:
         if self.options.dump_graphs is None:
@@ -250,13 +287,17 @@ class CompiledStep(ABC):
         (folder / f"local_{self.captures}.graph").write_text(str(local.graph))
 
     def _run(self, executable: Executable, world: World) -> list[Any]:
+        with torch.no_grad():
+            return list(self._execute(executable.graph, self._inputs(executable, world)))
+
+    def _inputs(self, executable: Executable, world: World) -> list[Any]:
+        """Return the local value of every placeholder."""
         inputs = []
         specs = executable.program.graph.meta["signature"].inputs
         values = [*world.values, *executable.program.captured_now()]
         for position, (spec, layout) in enumerate(zip(specs, executable.inputs, strict=True)):
             inputs.append(self._read(position, spec, values[position], layout))
-        with torch.no_grad():
-            return list(self._execute(executable.graph, inputs))
+        return inputs
 
     def _write(self, executable: Executable, world: World, outputs: list[Any]) -> None:
         program = executable.program
@@ -315,14 +356,33 @@ class CompiledStep(ABC):
         The tensors are the live ones: copying into them changes what the next call reads.
         """
 
-    @abstractmethod
-    def _shapes(self, world: World) -> dict[int, tuple[int, ...]]: ...
+    def _enter(self, world: World) -> None:
+        """Make what the world holds the same on all ranks where it is new."""
+
+    def _described(self, world: World) -> Entry:
+        """Return a new entry with the shapes of the global arguments."""
+        return Entry()
+
+    def _agree(self, vote: int) -> bool:
+        """Return whether all ranks voted for the same executable."""
+        return vote >= 0
+
+    def _give_up(self, error: Exception) -> None:
+        """Tell the other ranks that this one failed."""
+
+    def _is_common(self, program: Program) -> bool:
+        """Whether the values the program is specialised on are the same on all ranks."""
+        return True
+
+    def _refuse_different(self, executable: Executable) -> None:
+        """Raise unless all ranks compiled the same collectives."""
+
+    def _common_stream(self) -> AbstractContextManager[None]:
+        """Return a context in which all ranks draw the same random numbers."""
+        return nullcontext()
 
     @abstractmethod
     def _fetch(self, world: World, position: int) -> Tensor: ...
-
-    @abstractmethod
-    def _agree(self, flag: bool) -> bool: ...
 
     @abstractmethod
     def _bind(self, graph: fx.GraphModule) -> fx.GraphModule: ...
@@ -332,6 +392,12 @@ class CompiledStep(ABC):
 
     @abstractmethod
     def _execute(self, graph: fx.GraphModule, inputs: list[Any]) -> list[Any]: ...
+
+    @abstractmethod
+    def _walk(self, graph: fx.GraphModule, inputs: list[Any], visit: Visit) -> None: ...
+
+    @abstractmethod
+    def _coordinates(self) -> list[tuple[int, ...]]: ...
 
     @abstractmethod
     def _store(self, kind: str, name: str, held: Any, value: Any, layout: Layout) -> None: ...
