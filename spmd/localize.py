@@ -126,6 +126,9 @@ class Localizer:
 
     def _scale(self, node: fx.Node, whole: Tensor) -> float:
         """Return how large what was added up can be: results may cancel, operands do not."""
+        # A partial sum may have come through views: what was added up lies behind them.
+        while len(node.all_input_nodes) == 1 and node.target in _VIEWS:
+            node = node.all_input_nodes[0]
         norms = sorted(
             _norm(self._values[n.name])
             for n in node.all_input_nodes
@@ -133,6 +136,14 @@ class Localizer:
         )
         product = norms[-1] * norms[-2] if len(norms) > 1 and _multiplies(node) else 0.0
         return max([_norm(whole), product, *norms])
+
+
+aten = torch.ops.aten
+_VIEWS = {
+    aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.t.default,
+    aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim,
+    aten.squeeze.dims,
+}  # fmt: skip
 
 
 def _multiplies(node: fx.Node) -> bool:
