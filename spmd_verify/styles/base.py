@@ -8,7 +8,7 @@ into the tensors that `state` returned. The judge sees `Observed` values only.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -32,6 +32,7 @@ class StyleContext:
         is_lockstep: Whether this process holds every rank.
         shared: Kept between the cells of one case in this process, for what styles can
             use again, such as a captured step; keys begin with the style's module.
+        cell: Kept between the builds of one cell in this process; see `kept`.
     """
 
     axes: Mapping[str, int]
@@ -39,6 +40,13 @@ class StyleContext:
     device: torch.device
     is_lockstep: bool
     shared: MutableMapping[str, Any] = field(default_factory=dict)
+    cell: MutableMapping[str, Any] = field(default_factory=dict)
+
+    def kept(self, key: str, make: Callable[[], Any]) -> Any:
+        """Return what was made under `key` for this cell, making it the first time."""
+        if key not in self.cell:
+            self.cell[key] = make()
+        return self.cell[key]
 
     def device_mesh(self) -> Any:
         """Return the torch DeviceMesh of the running process group."""

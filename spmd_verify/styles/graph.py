@@ -24,7 +24,8 @@ from torch.utils import _pytree as pytree
 import spmd
 import spmd.lockstep
 from spmd.errors import InternalError, LayoutError, SpmdError
-from spmd.session import CaptureCache, CompiledStep
+from spmd.lockstep import CaptureCache
+from spmd.session import CompiledStep
 from spmd_verify.case import LoadedCase
 from spmd_verify.errors import Unsupported
 from spmd_verify.layouts import is_partial, reduce_op
@@ -81,12 +82,14 @@ class GraphRun:
         self.style = style
         self.case = case
         self.context = context
-        self.mesh: Any = dict(context.axes) if context.is_lockstep else context.device_mesh()
+        self.mesh: Any = dict(context.axes)
+        if not context.is_lockstep:
+            self.mesh = context.kept("mesh", context.device_mesh)
         self.model = case.build_model().to(context.device)
         self.optimizer = case.optimizer(self.model)
         self.shared: _Shared = context.shared.setdefault(_SHARED, _Shared())
         step = observed(case.step, labels=partial(labels, case))
-        self.compiled = self._compile(step, self.shared.training, style.transformation)
+        self.compiled = self._compile(step, "training", self.shared.training)
 
     def step(self, index: int, batch: Any) -> Observation:
         """Run one training step; see `StyleRun.step`."""
@@ -138,7 +141,7 @@ class GraphRun:
                 output = model(*args, **kwargs)
             return {path: tensor.detach().clone() for path, tensor in flatten(output, "model")}
 
-        compiled = self._compile(forward, self.shared.evaluation, None)
+        compiled = self._compile(forward, "evaluation", self.shared.evaluation)
         self.model.eval()
         try:
             with _refusals():
@@ -156,21 +159,24 @@ class GraphRun:
         }
 
     def _compile(
-        self,
-        step: Callable[..., Any],
-        captures: CaptureCache | None,
-        transformation: Transformation | None,
+        self, step: Callable[..., Any], what: str, captures: CaptureCache | None
     ) -> CompiledStep:
         """Compile a step under the style's mode for the context's runner."""
         with _refusals():
-            mode = self.style.mode(self.case, self.context, self.mesh)
+            mode = self.context.kept(f"{what} mode", lambda: self._mode(what))
             if self.context.is_lockstep:
-                return spmd.lockstep.compile(
-                    None, transformation, mode, mesh=self.mesh, captures=captures
-                )(step)
-            compiled = spmd.compile(None, transformation, mode, batch="global")(step)
+                return spmd.lockstep.compile(parallel_mode=mode, mesh=self.mesh, captures=captures)(
+                    step
+                )
+            compiled = spmd.compile(parallel_mode=mode, batch="global")(step)
             compiled.shared = captures
             return compiled
+
+    def _mode(self, what: str) -> spmd.ParallelMode:
+        """Return the style's mode; both builds of a cell use the same one."""
+        inner = self.style.mode(self.case, self.context, self.mesh)
+        transformation = self.style.transformation if what == "training" else None
+        return _OncePerGraph(inner, transformation)
 
     def _on_device(self, batch: Any) -> Any:
         """Return the global batch where the model is."""
@@ -211,6 +217,43 @@ class GraphRun:
             "buffers": {name: self._whole(tensor) for name, tensor in buffers.items()},
             "optimizer_state": {},
         }
+
+
+class _OncePerGraph(spmd.ParallelMode):
+    """A mode that partitions each captured graph once, however many builds run it.
+
+    The free and the anchored build of a cell run the same programs; partitioning takes
+    longer than the steps themselves.
+    """
+
+    def __init__(self, inner: spmd.ParallelMode, transformation: Transformation | None) -> None:
+        """Stand in for `inner`; `transformation` rewrites what its passes return."""
+        self._inner = inner
+        self._transformation = transformation
+        self._local: dict[int, tuple[fx.GraphModule, fx.GraphModule]] = {}
+        self._final: dict[int, fx.GraphModule] = {}
+        self.mesh = inner.mesh
+        self.gradient_reduction = inner.gradient_reduction
+        self.rng = inner.rng
+
+    def partition(self, gm: fx.GraphModule, *rest: Any) -> fx.GraphModule:
+        """Return the local graph of `gm`, the same one each time."""
+        if id(gm) not in self._local:
+            self._inner.mesh, self._inner.strict = self.mesh, self.strict
+            self._local[id(gm)] = gm, self._inner.partition(gm, *rest)
+        return self._local[id(gm)][1]
+
+    def transform_and_compile(self, gm: fx.GraphModule) -> fx.GraphModule:
+        """Return the local graph after the passes, the same one each time."""
+        if id(gm) not in self._final:
+            final = self._inner.transform_and_compile(gm)
+            self._final[id(gm)] = (self._transformation or _unchanged)(final)
+        return self._final[id(gm)]
+
+
+def _unchanged(graph: fx.GraphModule) -> fx.GraphModule:
+    """Return the graph."""
+    return graph
 
 
 class _Shared:
