@@ -306,6 +306,7 @@ class _Expansion:
                 size = fake.numel() * fake.dtype.itemsize
                 cost += 1e-3 * (size / num_ranks if isinstance(placement, Shard) else size)
                 cost += 1e-4 * size * isinstance(placement, Partial) + 1e-6
+        cost += 2 * _growth(candidate, values, call.outputs)
         work = sum(v.bytes for v in values)
         divided = any(isinstance(p, Shard) for p in candidate.inputs)
         return cost + 1e-3 * (work / num_ranks if divided else work)
@@ -358,6 +359,22 @@ class _Expansion:
 
 _WHOLE = Whole()
 _getitem = operator.getitem
+
+
+def _growth(candidate: Candidate, values: list[Value], outputs: Any) -> int:
+    """Return by how many bytes a partial result exceeds the partial operands it comes from.
+
+    It has to be reduced sooner or later; reduced before it grew it costs less.
+    """
+    before = sum(
+        v.bytes for v, p in zip(values, candidate.inputs, strict=True) if isinstance(p, Partial)
+    )
+    after = sum(
+        o.numel() * o.dtype.itemsize
+        for o, p in zip(outputs, candidate.outputs, strict=True)
+        if isinstance(p, Partial) and o is not None
+    )
+    return max(0, after - before) if before else 0
 
 
 def _all_replicated(num_inputs: int, num_outputs: int) -> Candidate:

@@ -97,7 +97,16 @@ def _embedding_bag(
     sparse: bool = False, per_sample_weights: Tensor | None = None,
     include_last_offset: bool = False, padding_idx: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Look up rows and reduce each bag; bags of one width stay one dim of the batch."""
+    """Look up rows and reduce each bag; bags of one width stay one dim of the batch.
+
+    `scale_grad_by_freq` keeps torch's operator: its CPU kernel (torch 2.13) divides by the
+    counts of other rows than it says, and one device is the specification.
+    """
+    if scale_grad_by_freq:
+        return F.embedding_bag(
+            input, weight, offsets, max_norm, norm_type, True, mode, sparse, per_sample_weights,
+            include_last_offset, padding_idx,
+        )  # fmt: skip
     rows = F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     if per_sample_weights is not None:
         rows = rows * per_sample_weights.unsqueeze(-1)

@@ -75,7 +75,8 @@ DRAWS = [
     random("dropout-modules", lambda x: nn.AlphaDropout(0.3)(nn.Dropout(0.3)(x))),
     random("stochastic-depth", stochastic_depth),
     random("drop-path", drop_path, 3),
-    random("rrelu", lambda x: F.rrelu(x, training=True)),
+    # Only negative elements draw: the stream depends on all values.
+    random("rrelu", lambda x: F.rrelu(x, training=True), gathers=True),
     random("gumbel", lambda x: F.gumbel_softmax(x, 0.7)),
     random("gumbel-hard", lambda x: F.gumbel_softmax(x, 0.7, hard=True)),
     random("vae", vae, sizes=(8, 7, 2)),

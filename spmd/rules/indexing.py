@@ -55,15 +55,35 @@ def _scatter(call: Call) -> Rule:
     dim = call.argument("dim") % max(x.dim(), 1)
     free = [_if_equal(x, index, i, dim) for i in range(x.dim())]
     inputs: list[Any] = [free, free]
-    linear: list[frozenset[int]] = []
-    reduce: dict[Any, Any] = {}
     if len(call.operands) == 3:
         source = call.operands[2]
         same = source.shape == index.shape
         inputs.append(free if same else [None] * source.dim())
         if call.target == aten.scatter_add.default and same:
             return _Accumulate(inputs, [free], "positions", dim)
-    return DimRule(inputs, [free], reduce, linear)
+        if call.target == aten.scatter_reduce.two and same and call.argument("include_self"):
+            op = {"amax": "max", "amin": "min"}.get(call.argument("reduce"))
+            if op is not None:
+                return _Extreme(inputs, [free], dim, op)
+    return DimRule(inputs, [free])
+
+
+class _Extreme(DimRule):
+    """Scatters the largest or smallest; a split of the positions gives a partial extreme."""
+
+    def __init__(self, inputs: Any, outputs: Any, dim: int, op: Any) -> None:
+        super().__init__(inputs, outputs)
+        self._dim, self._op = dim, op
+
+    def candidates(self, call: Call, placements: Any, num_ranks: int) -> Any:
+        """Yield the free dims, and positions beside a whole tensor: it may count many times."""
+        from spmd.layout import REPLICATE, Partial, Shard
+        from spmd.rules.base import Candidate
+
+        yield from super().candidates(call, placements, num_ranks)
+        for placement in (*placements[1], *placements[2]):
+            if isinstance(placement, Shard) and placement.dim == self._dim:
+                yield Candidate((REPLICATE, placement, placement), (Partial(self._op),))
 
 
 class _Accumulate(DimRule):

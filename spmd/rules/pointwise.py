@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from spmd.rules.base import Call, DimRule, Rule, aligned, general_rule, rule
+from spmd.rules.base import Call, DimRule, Rule, Whole, aligned, general_rule, rule
 
 aten = torch.ops.aten
 
@@ -63,7 +63,9 @@ def _linear(call: Call) -> tuple[frozenset[int], ...]:
 
 @general_rule(lambda target: torch.Tag.pointwise in target.tags)
 def _pointwise(call: Call) -> Rule | None:
-    if not call.operands or not any(o is not None for o in call.outputs):
+    if not call.operands:
+        return Whole()  # Python numbers, the same on every rank
+    if not any(o is not None for o in call.outputs):
         return None
     return Pointwise(call, _linear(call))
 
