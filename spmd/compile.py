@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import weakref
+import zlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from spmd.batch import local_parts, refuse_different
 from spmd.data_parallel import DataParallel
-from spmd.errors import UsageError
-from spmd.layout import Layout, Shard, chunk_units
-from spmd.lifting import World, tensor_of
+from spmd.entries import CAPTURE, FAILED, Entry, Executable, Options
+from spmd.errors import OtherRankError, UsageError
+from spmd.layout import Layout, Shard
+from spmd.lifting import World, find_model_and_optimizer, tensor_of
 from spmd.localize import Visit, walk_rank
 from spmd.mode import ParallelMode
+from spmd.ops import SIZED, check_value
 from spmd.overrides import Override
 from spmd.placed import Placed
 from spmd.planning import batch_dims, owner_of, sharded_on
-from spmd.program import Signature
+from spmd.program import Program, Signature
 from spmd.ranks import ProcessRanks, local_of
-from spmd.session import CompiledStep, Executable, Options
-from spmd.writeback import replace_parameters, set_module_tensor, set_state
+from spmd.session import CompiledStep
+from spmd.writeback import follow_successors, replace_parameters, set_module_tensor, set_state
 
 
 def compile(
@@ -41,7 +47,8 @@ def compile(
             capture, before it first runs.
         parallel_mode: How the step is partitioned; `DataParallel("replicate")` by default.
         batch: `local`: every rank passes its own part of the batch, parts as torch.chunk
-            makes them. `global`: every rank passes the same global batch.
+            makes them, and the same values of all other arguments. `global`: every rank
+            passes the same global batch.
         strict: Refuse operators without a sharding rule instead of gathering their inputs.
         dump_graphs: Folder for the global and local graphs of every capture.
         recapture_every: Capture again every n calls and compare.
@@ -63,23 +70,35 @@ def compile(
     return lambda function: RankStep(function, options)
 
 
+LayoutTable = dict[tuple[str, str], Layout]
+
+
 class RankStep(CompiledStep):
     """A compiled step of one rank."""
 
     def __init__(self, function: Callable[..., Any], options: Options) -> None:
         super().__init__(function, options)
         self._ranks: ProcessRanks | None = None
-        self._layouts: dict[tuple[str, str], Layout] = {}
-        self._sizes: dict[int, tuple[int, list[int]]] = {}
+        self._cut: World | None = None
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._tables: weakref.WeakKeyDictionary[Any, LayoutTable] = weakref.WeakKeyDictionary()
 
     @property
     def ranks(self) -> ProcessRanks:
         """This process's place on the mesh."""
         if self._ranks is None:
             self._ranks = ProcessRanks(self.options.mode.mesh)
-            if self.options.mode.mesh is None:
-                self.options.mode.mesh = self._ranks.device_mesh
+            self.options.mode.mesh = self._ranks.device_mesh
         return self._ranks
+
+    @property
+    def _layouts(self) -> LayoutTable:
+        """Where the values of this call's model lie, by kind and name."""
+        return self._tables.setdefault(self._world.model, {}) if self._world is not None else {}
+
+    @property
+    def _is_mean(self) -> bool:
+        return self.options.mode.gradient_reduction == "mean"
 
     def state(self) -> dict[str, dict[str, Placed]]:
         """Return parameters, buffers, optimizer_state and gradients as they are held."""
@@ -92,6 +111,8 @@ class RankStep(CompiledStep):
         for (kind, name), layout in self._layouts.items():
             value = self._held(world, kind, name)
             if isinstance(value, Tensor):
+                if not layout.is_replicated and self.ranks.global_shape(value) is None:
+                    value = self.ranks.part(value, layout)
                 table = {"parameter": "parameters", "buffer": "buffers",
                          "state": "optimizer_state", "gradient": "gradients"}  # fmt: skip
                 found[table[kind]][name] = Placed([local_of(value.detach())], layout)
@@ -115,90 +136,145 @@ class RankStep(CompiledStep):
             value = value.get(key) if isinstance(value, dict) else None
         return value
 
-    # -- shapes of the global batch ------------------------------------------------------
+    # -- before the step -----------------------------------------------------------------
 
-    def _shapes(self, world: World) -> dict[int, tuple[int, ...]]:
-        shapes: dict[int, tuple[int, ...]] = {}
+    def _lift(self, args: Any, kwargs: Any) -> World:
+        model, optimizer = find_model_and_optimizer(args, kwargs)
+        follow_successors(model, optimizer)
+        return super()._lift(args, kwargs)
+
+    def _enter(self, world: World) -> None:
+        """Give every rank rank 0's values of a model or an optimizer that is new here."""
+        owners = [o for o in (world.model, world.optimizer) if o is not None]
+        if any(owner not in self._seen for owner in owners):
+            self._agree(CAPTURE)
+            with self._together():
+                self.ranks.synchronise(
+                    [
+                        (f"{spec.kind} {spec.name!r}", value)
+                        for spec, value in zip(world.specs, world.values, strict=True)
+                        if spec.kind in ("parameter", "buffer", "gradient", "state")
+                        and isinstance(value, Tensor)
+                        and self.ranks.global_shape(value) is None
+                    ]
+                )
+            self._seen.update(owners)
+
+    def _described(self, world: World) -> Entry:
+        entry = Entry()
         for position, value in enumerate(world.values):
             shape = self.ranks.global_shape(value)
             if shape is not None:
-                shapes[position] = shape
-        self._sizes = {}
-        if self.options.mode.gradient_reduction == "mean":
-            self._keep_own_part(world)
-        elif self.options.batch == "local":
-            self._exchange_batch(world, shapes)
-        return shapes
+                entry.shapes[position] = shape
+        if self.options.batch == "global":
+            refuse_different(world, self.ranks)
+            if self._is_mean:
+                entry.own = self._own_parts(world)
+        elif not self._is_mean:
+            entry.parts = local_parts(world, self.ranks, self.options.mode)
+        for position, layout in entry.parts.items():
+            sizes = list(world.values[position].shape)
+            for placement in layout.placements:
+                if isinstance(placement, Shard):
+                    sizes[placement.dim] = placement.size
+            entry.shapes[position] = tuple(sizes)
+        return entry
 
-    def _keep_own_part(self, world: World) -> None:
-        """Under DDP's definition the step is that of this rank's part of the batch."""
-        if self.options.batch == "local":
-            return
+    def _own_parts(self, world: World) -> dict[int, Layout]:
+        """Return where the parts of a global batch lie, of which each rank runs its own."""
         signature = Signature(world.specs)
         shapes = [tuple(getattr(v, "shape", ())) for v in world.values]
         dims = batch_dims(signature, shapes, getattr(self.options.mode, "input_batch_dim", 0))
-        ranks = self.ranks.mesh.num_ranks
+        found = {}
         for position, spec in signature.of_kind("argument"):
             dim = dims[spec.name]
             if dim is not None:
-                layout = sharded_on(0, 1, dim, shapes[position][dim], ranks)
+                ranks = self.ranks.mesh.num_ranks
+                found[position] = sharded_on(0, 1, dim, shapes[position][dim], ranks)
+        return found
+
+    def _chosen(self, world: World) -> Executable:
+        executable = super()._chosen(world)
+        self._keep_own(world)
+        return executable
+
+    def _captured(self, entry: Entry, world: World, keep: bool = False) -> Executable:
+        self._keep_own(world)
+        return super()._captured(entry, world, keep)
+
+    def _keep_own(self, world: World) -> None:
+        """Put this rank's parts in the place of global arguments, once per call."""
+        if self._cut is not world:
+            self._cut = world
+            for position, layout in self._entry.own.items():
                 world.values[position] = self.ranks.part(world.values[position], layout)
 
-    def _exchange_batch(self, world: World, shapes: dict[int, tuple[int, ...]]) -> None:
-        """Learn the global batch sizes from all ranks; refuse parts chunk does not make."""
-        signature = Signature(world.specs)
-        local = [tuple(getattr(v, "shape", ())) for v in world.values]
-        wanted = getattr(self.options.mode, "input_batch_dim", 0)
-        dims = batch_dims(signature, local, wanted)
-        arguments = [(i, s.name) for i, s in signature.of_kind("argument")]
-        split = [(i, name, dims[name]) for i, name in arguments if dims[name] is not None]
-        if not split:
+    # -- together ------------------------------------------------------------------------
+
+    def _agree(self, vote: int) -> bool:
+        least, largest = self.ranks.extremes(vote)
+        if least == FAILED:
+            self._raise_with_others(None)
+        return least == largest and vote >= 0
+
+    def _give_up(self, error: Exception) -> None:
+        if isinstance(error, OtherRankError) or self._ranks is None:
             return
-        everyone = self.ranks.gather_sizes([local[i][d] for i, _, d in split if d is not None])
-        for column, (position, name, dim) in enumerate(split):
-            assert dim is not None
-            sizes = [row[column] for row in everyone]
-            expected = list(chunk_units(sum(sizes), len(sizes)))
-            if sizes != expected:
-                raise UsageError(
-                    f"Parts of input {name!r} along dim {dim}: the ranks passed {sizes}, "
-                    f"torch.chunk of {sum(sizes)} over {len(sizes)} ranks gives {expected}. Split "
-                    "the global batch with torch.chunk, or pass batch='global'.",
-                    "batch-parts",
-                )
-            shape = list(local[position])
-            shape[dim] = sum(sizes)
-            shapes[position] = tuple(shape)
-            self._sizes[position] = (dim, sizes)
+        self.ranks.extremes(FAILED)
+        self.ranks.everyone(f"{type(error).__name__}: {error}")
+
+    def _raise_with_others(self, mine: str | None) -> None:
+        """Raise what another rank failed with."""
+        told = self.ranks.everyone(mine)
+        rank, text = next((i, t) for i, t in enumerate(told) if t is not None)
+        raise OtherRankError(
+            f"Rank {rank} of the mesh stopped in this step, so rank "
+            f"{self.ranks.device_mesh.get_rank()} stops too. It said: {text}"
+        )
+
+    def _is_common(self, program: Program) -> bool:
+        """Under DDP's definition sizes and branches may be one rank's own."""
+        return not self._is_mean or not _depends_on_data(program)
+
+    def _refuse_different(self, executable: Executable) -> None:
+        lines = [
+            f"{node.target} {node.args[1:]} {tuple(getattr(node.meta.get('val'), 'shape', ()))}"
+            for node in executable.graph.graph.nodes
+            if getattr(node.target, "namespace", None) == "_c10d_functional"
+        ]
+        mark = zlib.crc32("\n".join(lines).encode())
+        if not self._agree(mark):
+            self.ranks.same_everywhere([(f"collective {i}", x) for i, x in enumerate(lines)])
+
+    def _common_stream(self) -> AbstractContextManager[None]:
+        own = self._is_mean or self.options.mode.rng == "local"
+        return nullcontext() if own else self.ranks.common_stream()
 
     # -- what CompiledStep asks for --------------------------------------------------------
 
     def _fetch(self, world: World, position: int) -> Tensor:
         value = world.values[position]
-        if position in self._sizes:
-            dim, sizes = self._sizes[position]
-            return self.ranks.gather(value.detach(), dim, sizes)
+        if position in self._entry.parts:
+            return self.ranks.whole(value.detach(), self._entry.parts[position])
         return self.ranks.fetch(value)
-
-    def _agree(self, flag: bool) -> bool:
-        return self.ranks.agree(flag)
 
     def _bind(self, graph: fx.GraphModule) -> fx.GraphModule:
         return self.ranks.bind(graph)
 
     def _read(self, position: int, spec: Any, value: Any, layout: Layout) -> Any:
-        ranks = self.ranks
         if not isinstance(value, Tensor):
             return tensor_of(value)
         if spec.kind == "argument":
-            return self._argument(position, value, layout)
-        if spec.kind == "buffer" and (spec.kind, spec.name) not in self._layouts:
-            ranks.same_everywhere(spec.name, value)
+            return self._argument(position, value.detach(), layout)
         if spec.kind != "captured":
             self._layouts[spec.kind, spec.name] = layout
-        if ranks.global_shape(value) is None and not layout.is_replicated:
-            return ranks.part(value.detach(), layout)
-        return local_of(value.detach())
+        return self.ranks.read(value, layout)
+
+    def _argument(self, position: int, value: Tensor, layout: Layout) -> Tensor:
+        have = self._entry.parts.get(position)
+        if have is None:
+            return self.ranks.part(value, layout)
+        return value if have == layout else self.ranks.part(self.ranks.whole(value, have), layout)
 
     def _inputs(self, executable: Executable, world: World) -> list[Any]:
         self._adopt(executable, world)
@@ -212,40 +288,29 @@ class RankStep(CompiledStep):
             if not isinstance(value, Tensor) or self.ranks.global_shape(value) is not None:
                 continue
             if spec.kind == "parameter":
-                self.ranks.same_everywhere(spec.name, value)
                 fresh[id(value)] = self.ranks.adopted(value, layout)
                 world.values[position] = fresh[id(value)]
             elif spec.kind == "state" and value.dim():
                 local = self.ranks.part(value.detach(), layout).clone()
                 world.values[position] = self.ranks.held(local, layout, tuple(value.shape))
         if fresh:
-            replace_parameters(world.model, world.optimizer, fresh)
-            self._adopt_states(executable, world)
+            replace_parameters(world, fresh)
+        self._adopt_states(executable, world)
 
     def _adopt_states(self, executable: Executable, world: World) -> None:
+        """Put adopted state where the optimizer looks for it; take the adopted gradients."""
         parameters = {s.name: s for s in world.specs if s.kind == "parameter"}
-        for spec, value in zip(world.specs, world.values, strict=True):
+        for position, (spec, value) in enumerate(zip(world.specs, world.values, strict=True)):
             if spec.kind == "gradient":
-                position = world.specs.index(spec)
                 world.values[position] = self._parameter(world, spec.name).grad
             owner = owner_of(spec.name, parameters) if spec.kind == "state" else None
             if owner is not None and world.optimizer is not None:
                 path = spec.name.removeprefix(f"{owner}.")
                 set_state(world.optimizer.state[self._parameter(world, owner)], path, value)
 
-    def _argument(self, position: int, value: Tensor, layout: Layout) -> Tensor:
-        value = value.detach()
-        if position not in self._sizes:
-            return self.ranks.part(value, layout)
-        dim, sizes = self._sizes[position]
-        if len(sizes) == len(layout.placements[0].units if isinstance(layout.placements[0], Shard) else ()):
-            placement = layout.placements[0]
-            if isinstance(placement, Shard) and placement.dim == dim and list(placement.units) == sizes:
-                return value
-        return self.ranks.part(self.ranks.gather(value, dim, sizes), layout)
-
     def _execute(self, graph: fx.GraphModule, inputs: list[Any]) -> list[Any]:
-        outputs = self.ranks.run(graph, inputs)
+        with self._common_stream() if _draws(graph) else nullcontext():
+            outputs = graph(*inputs)
         held = {t.untyped_storage().data_ptr() for t in inputs if isinstance(t, Tensor) and t.numel()}
         return [
             v.clone()
@@ -260,29 +325,35 @@ class RankStep(CompiledStep):
     def _coordinates(self) -> list[tuple[int, ...]]:
         return [self.ranks.coordinate]
 
+    # -- after the step --------------------------------------------------------------------
+
     def _store(self, kind: str, name: str, held: Any, value: Any, layout: Layout) -> None:
         world = self._world
         assert world is not None
         if kind != "captured":
             self._layouts[kind, name] = layout
-        local = local_of(held)
         if kind == "gradient":
             self._store_gradient(world, name, value, layout)
-        elif isinstance(local, Tensor) and local.shape == value.shape:
-            local.detach().copy_(value)
+        elif isinstance(held, Tensor) and self.ranks.write(held, value, layout):
+            return
         elif kind == "state":
             self._store_state(world, name, value, layout)
         else:
-            set_module_tensor(world.model, name, value)
+            set_module_tensor(world.model, name, self.ranks.whole(value, layout))
+
+    def _store_argument(self, position: int | None, held: Any, value: Any, layout: Layout) -> None:
+        have = self._entry.parts.get(position) if position is not None else None
+        if have != layout:
+            value = self.ranks.whole(value, layout)
+            value = value if have is None else self.ranks.part(value, have)
+        held.copy_(value)
 
     def _parameter(self, world: World, name: str) -> nn.Parameter:
         return self._held(world, "parameter", name)
 
     def _store_gradient(self, world: World, name: str, value: Tensor, layout: Layout) -> None:
         parameter = self._parameter(world, name)
-        if parameter.grad is not None and local_of(parameter.grad).shape == value.shape:
-            local_of(parameter.grad).copy_(value)
-        else:
+        if parameter.grad is None or not self.ranks.write(parameter.grad, value, layout):
             parameter.grad = self.ranks.held(value.clone(), layout, tuple(parameter.shape))
 
     def _store_state(self, world: World, name: str, value: Any, layout: Layout) -> None:
@@ -304,3 +375,38 @@ class RankStep(CompiledStep):
 
     def _locals(self, value: Any) -> list[Any]:
         return [value]
+
+
+def _draws(graph: fx.GraphModule) -> bool:
+    """Whether the graph draws random numbers."""
+    if "draws" not in graph.meta:
+        graph.meta["draws"] = any(
+            torch.Tag.nondeterministic_seeded in node.target.tags
+            for node in graph.graph.nodes
+            if isinstance(node.target, torch._ops.OpOverload)
+        )
+    return bool(graph.meta["draws"])
+
+
+def _depends_on_data(program: Program) -> bool:
+    """Whether a size or branch the program is specialised on comes from one rank's own data.
+
+    Parameters, their state and finished gradients are the same on every rank; arguments,
+    buffers and random numbers are not.
+    """
+    signature: Signature = program.graph.meta["signature"]
+    finished = set(signature.gradients.values())
+    kinds = iter(signature.inputs)
+    own: set[fx.Node] = set()
+    for node in program.graph.graph.nodes:
+        if node.op == "placeholder":
+            is_own = next(kinds).kind in ("argument", "buffer", "captured")
+        else:
+            draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+            inputs = any(n in own for n in node.all_input_nodes)
+            is_own = (draws or inputs) and node.name not in finished
+            if inputs and (node.target is check_value or node.target in SIZED):
+                return True
+        if is_own:
+            own.add(node)
+    return False

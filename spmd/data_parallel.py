@@ -10,7 +10,7 @@ from torch import fx
 from spmd.errors import UnknownStyleError, UsageError
 from spmd.expand import expand
 from spmd.layout import Layout, replicated
-from spmd.mesh import mesh_shape
+from spmd.mesh import mesh_shape, one_axis
 from spmd.mode import PassPipelineMode
 from spmd.passes import default_passes
 from spmd.planning import BatchDims, batch_dims, plan_layouts, sharded_on
@@ -76,7 +76,15 @@ class DataParallel(PassPipelineMode):
         self.gradient_reduction = gradient_reduction
         self.rng = rng
         self.reshard_after_forward = reshard_after_forward
-        self.strict = False
+
+    @property
+    def mesh(self) -> Any:
+        """The mesh as one axis."""
+        return self._mesh
+
+    @mesh.setter
+    def mesh(self, mesh: Any) -> None:
+        self._mesh = one_axis(mesh)
 
     def parameter_layout(self, shape: tuple[int, ...], num_ranks: int) -> Layout:
         """Return where a parameter of a global shape lives."""

@@ -14,7 +14,7 @@ from spmd.mesh import MeshShape, mesh_shape
 from spmd.mode import PassPipelineMode
 from spmd.passes import default_passes
 from spmd.planning import batch_dims, plan_layouts
-from spmd.program import signature_of
+from spmd.program import Signature, signature_of
 
 
 class DTensorExpandMode(PassPipelineMode):
@@ -45,7 +45,18 @@ class DTensorExpandMode(PassPipelineMode):
         self.input_placements = input_placements or {}
         self.parameter_placements = parameter_placements or {}
         self.rng = rng
-        self.strict = False
+
+    def argument_splits(
+        self, signature: Signature, shapes: list[tuple[int, ...]], num_axes: int
+    ) -> dict[str, tuple[int | None, ...]]:
+        """Return which dim of each argument each axis splits; see `ParallelMode`."""
+        splits = super().argument_splits(signature, shapes, num_axes)
+        for position, spec in signature.of_kind("argument"):
+            chosen = _match(self.input_placements, spec.name)
+            if chosen is not None:
+                pairs = _split_dims(chosen, len(shapes[position]), num_axes, spec.name)
+                splits[spec.name] = tuple(dim for _, dim in pairs)
+        return splits
 
     def partition(
         self, gm: fx.GraphModule, model: Any, optimizer: Any, params_and_buffers: Any,
@@ -82,30 +93,51 @@ def layout_of(chosen: Any, shape: tuple[int, ...], mesh: MeshShape, name: str) -
     """Return the layout for a placement or a list of one per axis.
 
     Raises:
-        UsageError: `placement`, if there is not one per axis, a dim is out of range or
-            two axes split the same dim.
+        UsageError: `placement`, if there is not one per axis, a dim is out of range, two
+            axes split the same dim or a placement is partial.
     """
+    placements: list[Any] = []
+    pairs = _split_dims(chosen, len(shape), len(mesh.sizes), name)
+    for (placement, dim), size in zip(pairs, mesh.sizes, strict=True):
+        if dim is None:
+            placements.append(Replicate())
+        else:
+            given = isinstance(placement, Shard)
+            placements.append(placement if given else shard(dim, shape[dim], size))
+    return Layout(tuple(placements))
+
+
+def _split_dims(
+    chosen: Any, num_dims: int, num_axes: int, name: str
+) -> list[tuple[Any, int | None]]:
+    """Return, per axis, the placement and the dim it splits; None where it splits none."""
     listed = list(chosen) if isinstance(chosen, list | tuple) else [chosen]
-    if len(listed) != len(mesh.sizes):
+    if len(listed) != num_axes:
         raise UsageError(
-            f"Placements of {name!r}: got {len(listed)} for a mesh with axes {mesh.names}. Give "
-            "one per axis.",
+            f"Placements of {name!r}: got {len(listed)} for a mesh with {num_axes} axes. Give one "
+            "per axis.",
             "placement",
         )
-    placements: list[Any] = []
-    used: set[int] = set()
-    for placement, size in zip(listed, mesh.sizes, strict=True):
-        if not hasattr(placement, "dim"):
-            placements.append(Replicate())
-            continue
-        dim = placement.dim % len(shape) if -len(shape) <= placement.dim < len(shape) else None
-        if dim is None or dim in used:
+    found: list[tuple[Any, int | None]] = []
+    for placement in listed:
+        kind = type(placement).__name__
+        if kind not in ("Shard", "Replicate"):
             raise UsageError(
-                f"Placements of {name!r}: {placement} does not fit a tensor of shape "
-                f"{list(shape)}{'' if dim is None else ', two axes split one dim'}. Shard an "
-                "existing dim, each by one axis.",
+                f"Placements of {name!r}: {placement} cannot be the placement of an input. Use "
+                "Shard(dim) or Replicate().",
                 "placement",
             )
-        used.add(dim)
-        placements.append(placement if isinstance(placement, Shard) else shard(dim, shape[dim], size))
-    return Layout(tuple(placements))
+        if kind == "Replicate":
+            found.append((placement, None))
+            continue
+        fits = -num_dims <= placement.dim < num_dims
+        dim = placement.dim % num_dims if fits else None
+        if dim is None or dim in {d for _, d in found}:
+            why = f"it has {num_dims} dims" if dim is None else "two axes split one dim"
+            raise UsageError(
+                f"Placements of {name!r}: {placement} does not fit: {why}. Shard an existing dim, "
+                "each by one axis.",
+                "placement",
+            )
+        found.append((placement, dim))
+    return found

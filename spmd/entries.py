@@ -60,6 +60,7 @@ class Entry:
     Attributes:
         shapes: Position of an argument -> its global shape, where the ranks hold parts.
         parts: Position of an argument -> where its parts lie.
+        own: Position of an argument -> the part of it that this rank's step is about.
         fingerprint: Of the newest capture.
         stable: Whether two captures in a row agreed.
         executables: Newest first; more than one where data-dependent sizes differ.
@@ -68,6 +69,7 @@ class Entry:
 
     shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     parts: dict[int, Layout] = field(default_factory=dict)
+    own: dict[int, Layout] = field(default_factory=dict)
     fingerprint: str = ""
     stable: bool = False
     executables: list[Executable] = field(default_factory=list)

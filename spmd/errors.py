@@ -58,6 +58,12 @@ class CaptureError(SpmdError, RuntimeError):
         super().__init__(f"{location}: {message}" if location else message, slug)
 
 
+class OtherRankError(SpmdError, RuntimeError):
+    """Another rank failed before the step ran; its own error says why."""
+
+    slug = "other-rank"
+
+
 class LayoutError(SpmdError, ValueError):
     """A layout does not fit the tensor or the mesh."""
 

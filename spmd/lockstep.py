@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from spmd.emulator import PerRank, run_lockstep
+from spmd.entries import CaptureCache, Options
 from spmd.errors import InternalError, UsageError
 from spmd.layout import Layout, Shard
 from spmd.lifting import World, tensor_of
@@ -23,7 +24,7 @@ from spmd.overrides import Override
 from spmd.placed import Placed
 from spmd.planning import owner_of
 from spmd.ranks import joined, part_of
-from spmd.session import CaptureCache, CompiledStep, Options
+from spmd.session import CompiledStep
 from spmd.writeback import set_module_tensor, set_state
 
 __all__ = ["CaptureCache", "LockstepStep", "PerRank", "assembled", "compile", "run_lockstep"]

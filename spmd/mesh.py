@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from spmd.errors import UsageError
+
 
 @dataclass(frozen=True)
 class MeshShape:
@@ -54,6 +56,59 @@ def default_mesh() -> Any:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
+    return init_device_mesh(_default_device(), (dist.get_world_size(),), mesh_dim_names=("dp",))
+
+
+def one_axis(mesh: Any) -> Any:
+    """Return `mesh` seen as one axis over all its ranks, in row-major order; None stays None."""
+    if mesh is None or len(mesh_shape(mesh).sizes) == 1:
+        return mesh
+    shape = mesh_shape(mesh)
+    name = "_".join(shape.names)
+    if isinstance(mesh, dict | MeshShape):
+        return MeshShape((name,), (shape.num_ranks,))
+    if mesh.mesh_dim_names:
+        return mesh._flatten(name)
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh(mesh.device_type, mesh.mesh.flatten(), mesh_dim_names=(name,))
+
+
+def device_mesh_of(mesh: Any) -> Any:
+    """Return the DeviceMesh a mode's `mesh` stands for in this process.
+
+    Args:
+        mesh: `DeviceMesh`, `{axis: size}`, `MeshShape`, or None for one axis over all ranks.
+
+    Raises:
+        UsageError: `no-process-group`; `mesh-size`, if a shape has another number of ranks
+            than the process group.
+    """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if mesh is not None and not isinstance(mesh, dict | MeshShape):
+        return mesh
+    if not dist.is_initialized():
+        raise UsageError(
+            "A compiled step runs on the ranks of a process group, and there is none in this "
+            "process. Start it with torchrun and call torch.distributed.init_process_group, or "
+            "use spmd.lockstep.compile, which needs no processes.",
+            "no-process-group",
+        )
+    if mesh is None:
+        return default_mesh()
+    shape, world_size = mesh_shape(mesh), dist.get_world_size()
+    if shape.num_ranks != world_size:
+        raise UsageError(
+            f"The mesh {dict(zip(shape.names, shape.sizes, strict=True))} has {shape.num_ranks} "
+            f"ranks, the process group has {world_size}. Use a mesh of {world_size} ranks, or "
+            "pass a DeviceMesh over some of them.",
+            "mesh-size",
+        )
+    return init_device_mesh(_default_device(), shape.sizes, mesh_dim_names=shape.names)
+
+
+def _default_device() -> str:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    device = accelerator.type if accelerator is not None else "cpu"
-    return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    return accelerator.type if accelerator is not None else "cpu"

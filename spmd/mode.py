@@ -10,6 +10,8 @@ from torch import fx, nn
 from torch.optim import Optimizer
 
 from spmd.passes import Pass, run_passes
+from spmd.planning import batch_dims
+from spmd.program import Signature
 
 
 class ParallelMode(ABC):
@@ -17,11 +19,15 @@ class ParallelMode(ABC):
 
     Attributes:
         mesh: A `DeviceMesh`, `{axis: size}`, or None for one axis over all ranks.
+        gradient_reduction: `mean` if every rank captures the step of its own part.
+        rng: `local` if every rank draws its own random numbers.
+        strict: Whether to refuse operators without a rule; set by `compile`.
     """
 
     mesh: Any = None
     gradient_reduction: str = "global"
     rng: str = "global"
+    strict: bool = False
 
     @abstractmethod
     def partition(
@@ -54,11 +60,29 @@ class ParallelMode(ABC):
     def transform_and_compile(self, gm: fx.GraphModule) -> fx.GraphModule:
         """Return the local graph after the mode's passes."""
 
+    def argument_splits(
+        self, signature: Signature, shapes: list[tuple[int, ...]], num_axes: int
+    ) -> dict[str, tuple[int | None, ...]]:
+        """Return which dim of each argument each mesh axis splits, under `batch="local"`.
+
+        By default the batch dim is split over the first axis; `input_batch_dim` of the mode
+        names it, 0 where there is none.
+
+        Args:
+            signature: Names of the step's inputs.
+            shapes: One per input; sizes of arguments may be any values that can be compared.
+            num_axes: Axes of the mesh.
+        """
+        dims = batch_dims(signature, shapes, getattr(self, "input_batch_dim", 0))
+        return {name: (dim, *(None,) * (num_axes - 1)) for name, dim in dims.items()}
+
 
 class PassPipelineMode(ParallelMode):
     """A mode whose second half is an ordered tuple of passes."""
 
     def __init__(self, default_passes: Sequence[Pass], custom_passes: Any) -> None:
+        if isinstance(custom_passes, Pass):
+            custom_passes = (custom_passes,)
         self.passes: Any = tuple(default_passes) if custom_passes is None else custom_passes
 
     def transform_and_compile(self, gm: fx.GraphModule) -> fx.GraphModule:

@@ -110,6 +110,11 @@ define(
     _fake_unique,
 )
 
+SIZED = frozenset(
+    getattr(torch.ops.spmd, name).default
+    for name in ("nonzero", "repeat_interleave", "bincount", "unique")
+)
+
 
 def check_value(expression: str, expected: bool | int | float, *values: float) -> None:
     """Raise SizeChanged unless the guarded expression still has its captured value.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from torch import fx
 
@@ -16,7 +16,7 @@ from spmd.program import Signature, signature_of
 BatchDims = int | dict[str, int | None]
 
 
-def owner_of(name: str, parameters: dict[str, object]) -> str | None:
+def owner_of(name: str, parameters: Container[str]) -> str | None:
     """Return the parameter a state `parameter.key` belongs to."""
     head = name
     while "." in head:
@@ -82,7 +82,14 @@ def batch_dims(
     """Return {argument: batch dim or None}.
 
     With an int, the arguments whose size on that dim is the batch size are split; the
-    batch size is the one most tensor arguments have there. Results do not depend on it.
+    batch size is the one most tensor arguments have there. With a dict, arguments it does
+    not name are split on dim 0 where they have the batch size of a named one. Under
+    `batch="global"` results do not depend on it.
+
+    Args:
+        signature: Names of the step's inputs.
+        shapes: One per input; the sizes may be any values that can be compared.
+        wanted: What the user set.
 
     Raises:
         UsageError: `input-batch-dim`, if an argument is named that there is not, has no
@@ -100,12 +107,14 @@ def batch_dims(
             "{argument: dim or None}.",
             "input-batch-dim",
         )
+    return _majority(arguments, wanted)
+
+
+def _majority(arguments: dict[str, tuple[int, ...]], wanted: int) -> dict[str, int | None]:
+    """Return the dim of the arguments that have there what most have; ties to the first."""
+    with_dim = {n: s for n, s in arguments.items() if -len(s) <= wanted < len(s)}
     sizes = Counter(s[wanted] for s in with_dim.values())
-    batch = (
-        max(sizes, key=lambda n: (sizes[n], n == next(iter(with_dim.values()))[wanted]))
-        if sizes
-        else 0
-    )
+    batch = max(sizes, key=sizes.__getitem__) if sizes else None
     return {
         name: wanted % len(shape) if name in with_dim and shape[wanted] == batch else None
         for name, shape in arguments.items()
@@ -129,11 +138,14 @@ def _named_batch_dims(
                 f"Give a dim below {len(shape)}, or None to replicate it.",
                 "input-batch-dim",
             )
-    found: dict[str, int | None] = {}
-    for name, shape in arguments.items():
-        dim = wanted.get(name, 0 if shape else None)
-        found[name] = None if dim is None else dim % len(shape)
-    return found
+    found = {
+        name: None if dim is None else dim % len(arguments[name]) for name, dim in wanted.items()
+    }
+    sizes = {arguments[name][dim] for name, dim in found.items() if dim is not None}
+    rest = {name: shape for name, shape in arguments.items() if name not in found}
+    if not sizes:
+        return found | _majority(rest, 0)
+    return found | {n: 0 if shape and shape[0] in sizes else None for n, shape in rest.items()}
 
 
 def sharded_on(axis: int, num_axes: int, dim: int, size: int, num_ranks: int) -> Layout:

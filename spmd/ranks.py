@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import warnings
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 
 from spmd.emit import coordinate_name
+from spmd.errors import UsageError
 from spmd.layout import Layout, Shard, chunk_units
 from spmd.lifting import tensor_of
-from spmd.mesh import MeshShape, default_mesh, mesh_shape
+from spmd.mesh import MeshShape, device_mesh_of, mesh_shape
 
 
 def local_of(value: Any) -> Any:
     """Return the local tensor of a DTensor, anything else as it is."""
     return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def whole_of(value: DTensor) -> Tensor:
+    """Return the global tensor; collective over the value's mesh."""
+    detached: Any = value.detach()
+    whole: Tensor = detached.full_tensor()
+    return whole
 
 
 def part_of(value: Tensor, layout: Layout, coordinate: tuple[int, ...]) -> Tensor:
@@ -44,20 +55,58 @@ def part_of(value: Tensor, layout: Layout, coordinate: tuple[int, ...]) -> Tenso
     return value
 
 
+def joined(parts: Sequence[Tensor], placement: Shard) -> Tensor:
+    """Return the tensor whose parts along one axis, in rank order, are `parts`."""
+    dim, outer = placement.dim, placement.outer
+    split = []
+    for part, units in zip(parts, placement.units, strict=True):
+        shape = part.shape
+        split.append(part.reshape(*shape[:dim], outer, units, *shape[dim + 1 :]))
+    whole = torch.cat(split, dim + 1)
+    shape = parts[0].shape
+    return whole.reshape(*shape[:dim], placement.size, *shape[dim + 1 :])
+
+
+def checksum(value: Tensor) -> int:
+    """Return a number that equal tensors share, by their bytes."""
+    plain = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return zlib.crc32(plain.numpy().tobytes())
+
+
 class ProcessRanks:
     """The rank this process is.
 
     Args:
-        mesh: `DeviceMesh` or None for one axis over all ranks.
+        mesh: `DeviceMesh`, `{axis: size}`, or None for one axis over all ranks.
+
+    Raises:
+        UsageError: `no-process-group`, `mesh-size` or `not-on-mesh`.
     """
 
     def __init__(self, mesh: Any) -> None:
-        self.device_mesh = default_mesh() if mesh is None else mesh
+        self.device_mesh = device_mesh_of(mesh)
         self.mesh: MeshShape = mesh_shape(self.device_mesh)
         coordinate = self.device_mesh.get_coordinate()
+        if coordinate is None:
+            raise UsageError(
+                f"Rank {dist.get_rank()} is not on the mesh {self.device_mesh}. Call the compiled "
+                "step on the ranks of its mesh only.",
+                "not-on-mesh",
+            )
         self.coordinate: tuple[int, ...] = tuple(coordinate)
-        self.count = 1
-        self._checked: set[str] = set()
+        self._group: Any = None
+
+    @property
+    def group(self) -> Any:
+        """The process group of all ranks of the mesh."""
+        if self._group is None:
+            if self.mesh.num_ranks == dist.get_world_size():
+                self._group = dist.group.WORLD
+            elif len(self.mesh.sizes) == 1:
+                self._group = self.device_mesh.get_group()
+            else:
+                self._group = self.device_mesh._flatten().get_group()
+        return self._group
 
     # -- values of the world ---------------------------------------------------------
 
@@ -68,33 +117,100 @@ class ProcessRanks:
     def fetch(self, value: Any) -> Any:
         """Return a private copy of the global value; collective where it is in parts."""
         if isinstance(value, DTensor):
-            return value.detach().full_tensor().clone()
+            return whole_of(value).clone()
         if isinstance(value, Tensor):
             return value.detach().clone()
         return tensor_of(value)
 
-    def same_everywhere(self, name: str, value: Tensor) -> None:
-        """Bring rank 0's value of an initial parameter or buffer to every rank, in place."""
-        if name in self._checked or isinstance(value, DTensor) or dist.get_world_size() == 1:
+    def synchronise(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Bring rank 0's values to every rank, in place; warn if any differed.
+
+        Args:
+            named: What it is, and a plain tensor; the same list on every rank.
+
+        Raises:
+            UsageError: `ranks-differ`, if the ranks hold other names or shapes.
+        """
+        if self.mesh.num_ranks == 1:
             return
-        self._checked.add(name)
-        mine = value.detach().clone()
-        group_first = int(self.device_mesh.mesh.flatten()[0])
+        self.same_everywhere([(n, tuple(t.shape), str(t.dtype)) for n, t in named])
+        first = int(self.device_mesh.mesh.flatten()[0])
+        different = torch.zeros(len(named) + 1, dtype=torch.int32)
         with torch.no_grad():
-            fresh = value.detach().contiguous()
-            dist.broadcast(fresh, group_first)
-            different = torch.tensor(int(not torch.equal(mine, fresh)))
-            dist.all_reduce(different)
-            value.detach().copy_(fresh)
-        if int(different):
+            for index, (_, value) in enumerate(named):
+                fresh = value.detach().clone(memory_format=torch.contiguous_format)
+                dist.broadcast(fresh, first, group=self.group)
+                if checksum(fresh) != checksum(value):
+                    different[index] = 1
+                    value.detach().copy_(fresh)
+        different = different.to(self.device_mesh.device_type)
+        dist.all_reduce(different, dist.ReduceOp.MAX, group=self.group)
+        names = [name for (name, _), flag in zip(named, different.tolist(), strict=False) if flag]
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             warnings.warn(
-                f"Ranks started with different values of {name!r}; rank 0's are used on all.",
+                f"The ranks started with different values of {names[0]}{more}; rank 0's are used "
+                "on all. Build the model from the same seed on every rank.",
                 stacklevel=2,
             )
+
+    def same_everywhere(self, described: list[Any]) -> None:
+        """Refuse lists of descriptions that differ between the ranks.
+
+        Args:
+            described: Tuples that begin with a name; compared item by item.
+
+        Raises:
+            UsageError: `ranks-differ`, naming the first item.
+        """
+        everyone = self.everyone(described)
+        for items in zip(*everyone, strict=False):
+            _refuse_different(items)
+        longest = max(range(len(everyone)), key=lambda rank: len(everyone[rank]))
+        for rank, row in enumerate(everyone):
+            if len(row) != len(everyone[longest]):
+                extra = everyone[longest][len(row)]
+                raise UsageError(
+                    f"Rank {longest} has {extra[0]}, rank {rank} has not. Every rank must build the "
+                    "same model and optimizer and pass the same arguments.",
+                    "ranks-differ",
+                )
 
     def part(self, value: Tensor, layout: Layout) -> Tensor:
         """Return this rank's part of a global value."""
         return part_of(value, layout, self.coordinate)
+
+    def whole(self, value: Tensor, layout: Layout) -> Tensor:
+        """Return the global tensor of which every rank of the mesh holds its part.
+
+        Args:
+            value: This rank's part.
+            layout: Where the parts lie; not partial.
+        """
+        for axis in reversed(range(len(self.mesh.sizes))):
+            placement = layout.placements[axis]
+            if not isinstance(placement, Shard):
+                continue
+            sizes = placement.local_sizes()
+            dim = placement.dim
+            padded = value.new_zeros([max(sizes) if d == dim else n for d, n in enumerate(value.shape)])
+            padded.narrow(dim, 0, value.shape[dim]).copy_(value)
+            parts = [torch.empty_like(padded) for _ in sizes]
+            dist.all_gather(parts, padded, group=self.device_mesh.get_group(axis))
+            value = joined([p.narrow(dim, 0, n) for p, n in zip(parts, sizes, strict=True)], placement)
+        return value
+
+    def placements(self, layout: Layout, shape: tuple[int, ...]) -> tuple[Any, ...] | None:
+        """Return torch's placements for a layout of a global shape, None if it has none."""
+        found: list[Any] = []
+        for placement, size in zip(layout.placements, self.mesh.sizes, strict=True):
+            if isinstance(placement, Shard):
+                if placement.outer != 1 or placement.units != chunk_units(shape[placement.dim], size):
+                    return None
+                found.append(TorchShard(placement.dim))
+            else:
+                found.append(TorchReplicate())
+        return tuple(found)
 
     def held(self, value: Tensor, layout: Layout, shape: tuple[int, ...]) -> Tensor:
         """Wrap a local part as the module or optimizer holds it: a DTensor if it can be one.
@@ -104,26 +220,61 @@ class ProcessRanks:
             layout: Where the parts lie.
             shape: Global shape.
         """
-        placements: list[Any] = []
-        for placement, size in zip(layout.placements, self.mesh.sizes, strict=True):
-            if isinstance(placement, Shard):
-                if placement.outer != 1 or placement.units != chunk_units(shape[placement.dim], size):
-                    return value
-                placements.append(TorchShard(placement.dim))
-            else:
-                placements.append(TorchReplicate())
+        placements = self.placements(layout, shape)
+        if placements is None:
+            return value
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
             value, self.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
         )
 
+    def read(self, value: Tensor, layout: Layout) -> Tensor:
+        """Return this rank's part, in `layout`, of a value as the module holds it."""
+        if not isinstance(value, DTensor):
+            return self.part(value.detach(), layout)
+        if self._lies_so(value, layout):
+            return value._local_tensor.detach()
+        return self.part(whole_of(value), layout)
+
+    def write(self, held: Tensor, value: Tensor, layout: Layout) -> bool:
+        """Copy a new local part into a value as it is held; whether the shapes allowed it.
+
+        Args:
+            held: A DTensor with any placements, or a plain global tensor.
+            value: New local part.
+            layout: Where the new parts lie.
+        """
+        if not isinstance(held, DTensor):
+            value = self.whole(value, layout)
+        elif not self._lies_so(held, layout):
+            whole = self.whole(value, layout)
+            if whole.shape != held.shape:
+                return False
+            value = distribute_tensor(
+                whole, held.device_mesh, held.placements, src_data_rank=None
+            )._local_tensor
+        local = local_of(held)
+        if local.shape != value.shape:
+            return False
+        local.detach().copy_(value)
+        return True
+
+    def _lies_so(self, value: DTensor, layout: Layout) -> bool:
+        same_mesh = value.device_mesh == self.device_mesh
+        return same_mesh and value.placements == self.placements(layout, tuple(value.shape))
+
     def adopted(self, parameter: Tensor, layout: Layout) -> nn.Parameter:
-        """Return the DTensor parameter that stands for a plain one, its gradient with it."""
+        """Return the DTensor parameter for a plain one, its gradient, hooks and attributes with it."""
         shape = tuple(parameter.shape)
         held = self.held(self.part(parameter.detach(), layout).clone(), layout, shape)
         fresh = nn.Parameter(held, requires_grad=parameter.requires_grad)
         if parameter.grad is not None:
             fresh.grad = self.held(self.part(parameter.grad, layout).clone(), layout, shape)
+        vars(fresh).update(vars(parameter))
+        # The same tables, so that the handles of the user's hooks still remove them.
+        for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            if getattr(parameter, table):
+                setattr(fresh, table, getattr(parameter, table))
         return fresh
 
     # -- running ------------------------------------------------------------------------
@@ -143,35 +294,49 @@ class ProcessRanks:
         graph.recompile()
         return graph
 
-    def run(self, graph: fx.GraphModule, inputs: list[Any]) -> list[Any]:
-        """Run the local graph on this rank's inputs."""
-        return graph(*inputs)
+    def extremes(self, number: int) -> tuple[int, int]:
+        """Return the least and the largest of the ranks' numbers: one all_reduce."""
+        if self.mesh.num_ranks == 1:
+            return number, number
+        vote = torch.tensor([number, -number], device=self.device_mesh.device_type)
+        dist.all_reduce(vote, dist.ReduceOp.MAX, group=self.group)
+        largest, least = vote.tolist()
+        return -least, largest
 
-    def locals(self, value: Any) -> list[Any]:
-        """Return the local values as a list with one entry per rank of this process."""
-        return [value]
+    def everyone(self, value: Any) -> list[Any]:
+        """Return every rank's picklable value, in rank order."""
+        if self.mesh.num_ranks == 1:
+            return [value]
+        found: list[Any] = [None] * self.mesh.num_ranks
+        dist.all_gather_object(found, value, group=self.group)
+        return found
 
-    def agree(self, flag: bool) -> bool:
-        """Return whether any rank raised `flag`: one one-integer all_reduce."""
-        if dist.get_world_size() == 1:
-            return flag
-        vote = torch.tensor(int(flag), device=self.device_mesh.device_type)
-        dist.all_reduce(vote, dist.ReduceOp.MAX)
-        return bool(vote)
+    @contextmanager
+    def common_stream(self) -> Iterator[None]:
+        """Draw from rank 0's generator; ranks whose own was another keep their own after."""
+        own = torch.get_rng_state()
+        if self.mesh.num_ranks > 1:
+            state = own.clone().to(self.device_mesh.device_type)
+            dist.broadcast(state, int(self.device_mesh.mesh.flatten()[0]), group=self.group)
+            torch.set_rng_state(state.cpu())
+        is_common = torch.equal(own, torch.get_rng_state())
+        try:
+            yield
+        finally:
+            if not is_common:
+                torch.set_rng_state(own)
 
-    def gather_sizes(self, sizes: list[int]) -> list[list[int]]:
-        """Return every rank's list of sizes, in rank order."""
-        mine = torch.tensor(sizes, device=self.device_mesh.device_type)
-        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, mine)
-        return [row.tolist() for row in everyone]
 
-    def gather(self, value: Tensor, dim: int, sizes: list[int]) -> Tensor:
-        """Return the global tensor whose parts along `dim` the ranks hold."""
-        most = max(sizes)
-        padded = value.new_zeros([most if d == dim else n for d, n in enumerate(value.shape)])
-        padded.narrow(dim, 0, value.shape[dim]).copy_(value)
-        parts = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(parts, padded.contiguous())
-        return torch.cat([p.narrow(dim, 0, n) for p, n in zip(parts, sizes, strict=True)], dim)
+def _refuse_different(items: Sequence[Any]) -> None:
+    """Raise unless one item of the ranks' descriptions is the same on all."""
+    for rank, item in enumerate(items):
+        if item != items[0]:
+            raise UsageError(
+                f"Rank 0 has {_text(items[0])}, rank {rank} has {_text(item)}. Every rank must build "
+                "the same model and optimizer and pass the same arguments.",
+                "ranks-differ",
+            )
 
+
+def _text(item: Any) -> str:
+    return f"{item[0]} ({', '.join(str(part) for part in item[1:])})"

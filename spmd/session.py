@@ -182,6 +182,7 @@ class CompiledStep(ABC):
         stays where it is. Collective; every rank returns what it saw itself.
         """
         world = self._world = self._lift(args, kwargs)
+        self._enter(world)
         executable = self._chosen(world)
         program = executable.program
         specs = program.graph.meta["signature"].inputs
@@ -311,6 +312,9 @@ class CompiledStep(ABC):
             held = world.values[position] if position is not None else None
             if held is None and spec.kind == "captured" and spec.name.startswith("constant."):
                 held = program.captured_now()[int(spec.name.split(".")[1])]
+            if spec.kind == "argument":
+                self._store_argument(position, held, value, executable.outputs[index])
+                continue
             self._store(spec.kind, spec.name, held, value, executable.outputs[index])
         for write in program.writes:
             self._apply(write, world, outputs, executable.outputs)
@@ -401,6 +405,10 @@ class CompiledStep(ABC):
 
     @abstractmethod
     def _store(self, kind: str, name: str, held: Any, value: Any, layout: Layout) -> None: ...
+
+    def _store_argument(self, position: int | None, held: Any, value: Any, layout: Layout) -> None:
+        """Write what the step did to an argument in place into the caller's tensor."""
+        self._store("argument", "", held, value, layout)
 
     @abstractmethod
     def _clear_gradient(self, name: str) -> None: ...

@@ -1,10 +1,11 @@
 """Shared set-up: one thread, no network, small case files on disk."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from ranked import Ranks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -31,3 +32,11 @@ def write_case(tmp_path: Path) -> Callable[..., str]:
 def root() -> Path:
     """Return the top of the checkout."""
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Call a function on real ranks: `on_ranks(function, *args, num_ranks=2)`."""
+    ranks = Ranks(str(tmp_path_factory.mktemp("ranks")))
+    yield ranks
+    ranks.stop()

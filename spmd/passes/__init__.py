@@ -7,10 +7,18 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import fx
 
+from spmd.errors import UsageError
 from spmd.passes.buckets import BucketGradientReductions
 from spmd.passes.waits import PlaceWaitsLate
 
-__all__ = ["BucketGradientReductions", "Pass", "PlaceWaitsLate", "default_passes", "run_passes"]
+__all__ = [
+    "BucketGradientReductions",
+    "Pass",
+    "PlaceWaitsLate",
+    "checked_graph",
+    "default_passes",
+    "run_passes",
+]
 
 
 @runtime_checkable
@@ -41,8 +49,27 @@ def run_passes(
     meta = graph_module.meta
     for step in (passes,) if callable(passes) else passes:
         apply = step.apply if isinstance(step, Pass) else step
-        graph_module = apply(graph_module)
+        graph_module = checked_graph(apply(graph_module), f"The pass {step}")
         graph_module.meta.update({k: v for k, v in meta.items() if k not in graph_module.meta})
         graph_module.graph.lint()
         graph_module.recompile()
     return graph_module
+
+
+def checked_graph(result: Any, source: str) -> fx.GraphModule:
+    """Return what user code made of the local graph.
+
+    Args:
+        result: What it returned.
+        source: Who, for the message.
+
+    Raises:
+        UsageError: `not-a-graph`, if it is no GraphModule.
+    """
+    if not isinstance(result, fx.GraphModule):
+        raise UsageError(
+            f"{source} returned {type(result).__name__}, expected the GraphModule it was given or "
+            "another one. Return the graph also where it was changed in place.",
+            "not-a-graph",
+        )
+    return result
