@@ -30,12 +30,15 @@ from spmd_verify.runner.processes import ProcessRunner
 from spmd_verify.runner.specs import (
     JUDGE_JOB,
     LOAD_JOB,
+    LOCATE_JOB,
     REFERENCE_JOB,
     CaseReport,
     CaseSpec,
     CellEvidence,
     CellSpec,
     JudgeRequest,
+    LocateReport,
+    LocateRequest,
     OnNote,
     ReferenceReport,
     ReferenceSpec,
@@ -242,11 +245,28 @@ class _Run:
         """Let the reference worker judge what the ranks found."""
         request = JudgeRequest(spec, evidence.parts, evidence.seconds)
         try:
-            return decode(self._ask_solo(JUDGE_JOB, encode(request)), Cell)
+            cell = decode(self._ask_solo(JUDGE_JOB, encode(request)), Cell)
+            self._locate(spec, cell)
+            return cell
         except RankError as error:
             self.logs.is_kept = True
             message = f"The judge failed: {error}"
             return _empty_cell(spec, verdict="error", message=message, log=self.logs.path)
+
+    def _locate(self, spec: CellSpec, cell: Cell) -> None:
+        """Name the first differing operator of an engine style in the cell, in place."""
+        first = cell.first_divergence
+        if first is None or first.stage in ("inputs", "initial_state"):
+            return
+        request = LocateRequest(spec, first.step)
+        answer = self.solo.run(
+            LOCATE_JOB, encode(request), timeout_seconds=self.options.timeout_seconds
+        )
+        if isinstance(answer, Failure):
+            self.progress.note(f"{cell.id}: no operator was named: {answer.reason}")
+            return
+        found = decode(answer[0], LocateReport)
+        first.operator, first.source = found.operator, found.source
 
     def _failed(self, spec: CellSpec, failure: Failure) -> Cell:
         """Return the cell of a style that refused, or of ranks that failed."""

@@ -133,6 +133,9 @@ class StandInRun:
     def evaluate(self, _batch: Any) -> Mapping[str, Observed] | None:
         return None
 
+    def locate(self, _batch: Any) -> tuple[str, str | None] | None:
+        return None
+
     def facts(self) -> Mapping[str, Any]:
         return {"fallbacks": {}, "collectives": {"all_reduce": 1}}
 

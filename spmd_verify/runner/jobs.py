@@ -19,12 +19,15 @@ from spmd_verify.compare import Statistics
 from spmd_verify.judge import Judgement, judge
 from spmd_verify.record import Cell
 from spmd_verify.runner.drive import Drive
+from spmd_verify.runner.failures import is_user_file
 from spmd_verify.runner.specs import (
     CaseReport,
     CaseSpec,
     CellReport,
     CellSpec,
     JudgeRequest,
+    LocateReport,
+    LocateRequest,
     ReferenceReport,
     ReferenceSpec,
     decode,
@@ -33,7 +36,7 @@ from spmd_verify.runner.specs import (
 from spmd_verify.runner.worker import Context, job
 from spmd_verify.single import make_reference
 from spmd_verify.store import Store, write_store
-from spmd_verify.styles.base import StyleContext, mesh_coordinates
+from spmd_verify.styles.base import Style, StyleContext, mesh_coordinates
 from spmd_verify.trajectory import named_parameters
 
 
@@ -109,14 +112,7 @@ def run_cell(context: Context, payload: bytes) -> bytes:
     """
     spec = decode(payload, CellSpec)
     case = _loaded(context, spec.case)
-    every = mesh_coordinates(spec.axes)
-    mesh = StyleContext(
-        axes=spec.axes,
-        coordinates=tuple(every) if spec.is_lockstep else (every[context.rank],),
-        device=torch.device(context.device_type),
-        is_lockstep=spec.is_lockstep,
-        shared=context.cache.setdefault("shared", {}),
-    )
+    mesh = _style_context(context, spec)
     run = Drive(styles.find(spec.style), case, mesh, Store(spec.store_path), context.note)
     facts = run.run()
     return encode(
@@ -128,6 +124,53 @@ def run_cell(context: Context, payload: bytes) -> bytes:
             notes=run.notes,
         )
     )
+
+
+def _style_context(context: Context, spec: CellSpec) -> StyleContext:
+    """Return where this process stands on the cell's mesh."""
+    every = mesh_coordinates(spec.axes)
+    return StyleContext(
+        axes=spec.axes,
+        coordinates=tuple(every) if spec.is_lockstep else (every[context.rank],),
+        device=torch.device(context.device_type),
+        is_lockstep=spec.is_lockstep,
+        shared=context.cache.setdefault("shared", {}),
+    )
+
+
+@job
+def locate_operator(context: Context, payload: bytes) -> bytes:
+    """Name the first operator a style computes differently: `LocateRequest -> LocateReport`.
+
+    Runs all ranks in lockstep, whatever runner the cell had: the graphs are the same. First
+    in float64, where an operator's rounding hides nothing, then in the case's dtype.
+    """
+    request = decode(payload, LocateRequest)
+    style = styles.find(request.cell.style)
+    if "lockstep" not in style.runners:
+        return encode(LocateReport())
+    for dtype in dict.fromkeys(("float64", request.cell.case.dtype)):
+        case = msgspec.structs.replace(request.cell.case, dtype=dtype)
+        cell = msgspec.structs.replace(request.cell, case=case, is_lockstep=True)
+        found = _located(context, style, cell, request.step)
+        if found is not None:
+            operator, source = found
+            is_users = source is not None and is_user_file(source.rpartition(":")[0])
+            return encode(LocateReport(operator, source if is_users else None))
+    return encode(LocateReport())
+
+
+def _located(
+    context: Context, style: Style, spec: CellSpec, step: int
+) -> tuple[str, str | None] | None:
+    """Run the free build up to a step and ask what that step would compute differently."""
+    case = _loaded(context, spec.case)
+    run = style.build(case, _style_context(context, spec))
+    for index in range(step):
+        case.seed_step(index)
+        run.step(index, case.batch(index))
+    case.seed_step(step)
+    return run.locate(case.batch(step))
 
 
 @job

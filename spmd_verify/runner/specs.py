@@ -19,6 +19,7 @@ LOAD_JOB = "spmd_verify.runner.jobs:describe_case"
 REFERENCE_JOB = "spmd_verify.runner.jobs:write_reference"
 CELL_JOB = "spmd_verify.runner.jobs:run_cell"
 JUDGE_JOB = "spmd_verify.runner.jobs:judge_cell"
+LOCATE_JOB = "spmd_verify.runner.jobs:locate_operator"
 
 
 class CaseSpec(msgspec.Struct, frozen=True):
@@ -137,6 +138,25 @@ class JudgeRequest(msgspec.Struct, frozen=True):
     cell: CellSpec
     parts: list[bytes]
     seconds: float
+
+
+class LocateRequest(msgspec.Struct, frozen=True):
+    """Find the operator that a style computes differently in one step of the free run."""
+
+    cell: CellSpec
+    step: int
+
+
+class LocateReport(msgspec.Struct, frozen=True):
+    """Name and source line of that operator; None where none was found.
+
+    Attributes:
+        operator: For example `aten.mm.default`.
+        source: `file:line` of the user's code it came from.
+    """
+
+    operator: str | None = None
+    source: str | None = None
 
 
 OnNote = Callable[[int, str], None]

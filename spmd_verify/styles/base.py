@@ -79,6 +79,13 @@ class StyleRun(Protocol):
         """Run one eval forward on the global batch; None where the style has none."""
         ...
 
+    def locate(self, batch: Any) -> tuple[str, str | None] | None:
+        """Return operator and source line of what the next step would compute differently.
+
+        Changes nothing. None where nothing differs, or the style has no such correspondence.
+        """
+        ...
+
     def facts(self) -> Mapping[str, Any]:
         """Return what the cell reports of the style: `fallbacks`, `collectives`, `captures`."""
         ...

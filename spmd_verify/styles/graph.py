@@ -150,6 +150,11 @@ class GraphRun:
             self.model.train()
         return {name: self._observed(placed) for name, placed in compiled.results.items()}
 
+    def locate(self, batch: Any) -> tuple[str, str | None] | None:
+        """Return the first operator of the local graph that differs from the captured step."""
+        found = self.compiled.localize(self.model, self.optimizer, self._on_device(batch))
+        return None if found is None else (found.operator, found.line)
+
     def facts(self) -> Mapping[str, Any]:
         """Return fallbacks, collectives and captures of the training step."""
         return {
