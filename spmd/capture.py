@@ -65,7 +65,7 @@ def capture(
             _allow_non_fake_inputs=True,
         )(*fakes)
         signature = Signature(list(world.specs), list(recorder.outputs))
-        graph, captured = functional_graph(traced, fakes, signature, world)
+        graph, captured, fresh = functional_graph(traced, fakes, signature, fetch)
     graph.meta["signature"] = signature
     after = recorder.after
     return Program(
@@ -80,6 +80,7 @@ def capture(
         after.written,
         after.python,
         after.requires_grad,
+        fresh,
     )
 
 

@@ -2,47 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 
 from spmd import ops
 from spmd.decompositions import TABLE
-from spmd.lifting import World
+from spmd.guards import Guards, Shadow
 from spmd.program import InputSpec, OutputSpec, Signature
 
 aten = torch.ops.aten
 
 
 def functional_graph(
-    traced: fx.GraphModule, fakes: list[Tensor], signature: Signature, world: World
-) -> tuple[fx.GraphModule, list[Tensor]]:
+    traced: fx.GraphModule,
+    fakes: list[Tensor],
+    signature: Signature,
+    fetch: Callable[[int], Tensor],
+) -> tuple[fx.GraphModule, list[Tensor], frozenset[int]]:
     """Return the functional form of a traced step.
 
     Args:
         traced: Stage one's graph; placeholders as in `signature`.
         fakes: Its example inputs.
         signature: Extended in place: captured constants as inputs, written inputs as outputs.
-        world: For the kinds of the written inputs.
+        fetch: Position of a placeholder -> a private real copy of its value, for
+            questions that are only asked here (the CPU's `addmm` asks if beta is 0).
 
     Returns:
-        The graph, and the real tensors behind the captured inputs, in order.
+        The graph, the real tensors behind the captured inputs, in order, and which of
+        those the step made from Python numbers.
     """
     _strip_profiler(traced)
-    constants = _lift_constants(traced, signature)
+    constants, fresh = _lift_constants(traced, signature)
     mode = next(t.fake_mode for t in fakes if isinstance(t, FakeTensor))
     inputs = [t.detach() for t in fakes]
     inputs += [mode.from_tensor(c, static_shapes=True) for c in constants]
-    interpreter = _MetaInterpreter(traced)
+    interpreter = _MetaInterpreter(
+        traced, mode, lambda i: fetch(i) if i < len(fakes) else constants[i - len(fakes)].clone()
+    )
 
     def run(*args: Any) -> Any:
-        functional_args = args
-        return interpreter.run(*functional_args)
+        return interpreter.run(*args)
 
     with fx_traceback.preserve_node_meta(), torch.no_grad():
         graph = make_fx(
@@ -62,32 +69,68 @@ def functional_graph(
         line = node.meta.get("custom", {}).get("line")
         if line:
             signature.source_lines[node.name] = line
-    return graph, constants
+    return graph, constants, fresh
 
 
 class _MetaInterpreter(fx.Interpreter):
-    """Replays stage one; hands each node's region and line to the nodes it becomes."""
+    """Replays stage one; hands each node's region and line to the nodes it becomes.
+
+    Decompositions may ask for the value of a number here that nobody asked for in stage
+    one; it comes from running stage one's graph on real values.
+    """
+
+    def __init__(
+        self, traced: fx.GraphModule, mode: FakeTensorMode, fetch: Callable[[int], Tensor]
+    ) -> None:
+        super().__init__(traced)
+        self._mode = mode
+        self._shadow = Shadow(traced.graph, traced, fetch)
+        self._origin: dict[fx.Node, fx.Node] = {}
+        self._guards: Guards | None = None
 
     def run_node(self, n: fx.Node) -> Any:
         with fx_traceback.set_current_meta(n):
-            return super().run_node(n)
+            result = super().run_node(n)
+        if n.target is aten._local_scalar_dense.default and is_symbolic(result):
+            guards, proxy = self._questions(), _proxy_of(result, self._tracer())
+            self._origin[proxy.node] = n
+            guards.add(result, proxy.node, from_tensor=False)
+        return result
+
+    def _questions(self) -> Guards:
+        if self._guards is None:
+            self._guards = Guards(
+                self._tracer().graph,
+                lambda node: self._shadow.value(self._origin[node]),
+                lambda: dict(fx_traceback.get_current_meta().get("custom", {})),
+            )
+            self._mode.shape_env.on_guard = self._guards.answer
+        return self._guards
+
+    @staticmethod
+    def _tracer() -> Any:
+        mode = get_proxy_mode()
+        assert mode is not None
+        return mode.tracer
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is ops.check_value:
-            mode = get_proxy_mode()
-            assert mode is not None
-            proxies = pytree.tree_map(lambda a: _proxy_of(a, mode.tracer), args)
-            mode.tracer.create_proxy("call_function", ops.check_value, proxies, {})
+            tracer = self._tracer()
+            proxies = pytree.tree_map(lambda a: _proxy_of(a, tracer), args)
+            tracer.create_proxy("call_function", ops.check_value, proxies, {})
             return None
         return super().call_function(target, args, kwargs)
 
 
 def _proxy_of(value: Any, tracer: Any) -> Any:
-    from torch.fx.experimental.proxy_tensor import get_proxy_slot
-
-    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+    if is_symbolic(value):
         return get_proxy_slot(value, tracer, default=value, transform=lambda p: p.force())
     return value
+
+
+def is_symbolic(value: Any) -> bool:
+    """Whether a value is a number the trace does not know."""
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
 def _strip_profiler(graph: fx.GraphModule) -> None:
@@ -98,12 +141,16 @@ def _strip_profiler(graph: fx.GraphModule) -> None:
     graph.recompile()
 
 
-def _lift_constants(graph: fx.GraphModule, signature: Signature) -> list[Tensor]:
+def _lift_constants(
+    graph: fx.GraphModule, signature: Signature
+) -> tuple[list[Tensor], frozenset[int]]:
     """Turn `get_attr` tensors into placeholders; functionalization cannot write to them.
 
     Tensors made inside the step (`torch.tensor(3)`) are lifted too; they are read only.
+    Returns the tensors and the positions of those made inside.
     """
     constants: list[Tensor] = []
+    fresh: set[int] = set()
     placed: dict[int, fx.Node] = {}
     anchor = [n for n in graph.graph.nodes if n.op == "placeholder"][-1]
     for node in list(graph.graph.nodes):
@@ -116,12 +163,15 @@ def _lift_constants(graph: fx.GraphModule, signature: Signature) -> list[Tensor]
             with graph.graph.inserting_after(anchor):
                 anchor = graph.graph.placeholder(f"captured_{len(constants)}")
             placed[id(value)] = anchor
+            anchor.meta["val"] = value
+            if all(user.target is aten.lift_fresh_copy.default for user in node.users):
+                fresh.add(len(constants))
             constants.append(value)
             signature.inputs.append(InputSpec("captured", f"constant.{len(constants) - 1}"))
         node.replace_all_uses_with(placed[id(value)])
         graph.graph.erase_node(node)
     graph.recompile()
-    return constants
+    return constants, frozenset(fresh)
 
 
 def _attribute(root: Any, target: str) -> Any:

@@ -19,6 +19,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from spmd import ops
+from spmd.errors import CaptureError
+from spmd.source_lines import refuse_user_control_flow, user_line
 
 
 class ValuedShapeEnv(ShapeEnv):  # pyright: ignore
@@ -67,7 +69,8 @@ class _Prefix:
         self._next: fx.Node | None = None
         self._placeholders = 0
         self._poisoned: set[fx.Node] = set()
-        self._generator = torch.get_rng_state()
+        self._generator = torch.default_generator.get_state()
+        self._generators: dict[torch.Generator, torch.Generator] = {}
         self.values: dict[fx.Node, Any] = {}
 
     def known(self, node: fx.Node) -> bool:
@@ -79,27 +82,28 @@ class _Prefix:
         from torch._subclasses.fake_tensor import unset_fake_temporarily
         from torch.utils._python_dispatch import _disable_current_modes
 
-        before = torch.get_rng_state()
-        with _disable_current_modes(), unset_fake_temporarily(), torch.no_grad():
-            torch.set_rng_state(self._generator)
-            node = self._next.next if self._next is not None else next(iter(graph.nodes))
-            while node.op != "root":
-                self._run(node, root, fetch)
-                self._next = node
-                if node is target:
-                    break
-                node = node.next
-            self._generator = torch.get_rng_state()
-        torch.set_rng_state(before)
+        before = torch.default_generator.get_state()
+        try:
+            with _disable_current_modes(), unset_fake_temporarily(), torch.no_grad():
+                torch.default_generator.set_state(self._generator)
+                node = self._next.next if self._next is not None else next(iter(graph.nodes))
+                while node.op != "root":
+                    self._run(node, root, fetch)
+                    self._next = node
+                    if node is target:
+                        break
+                    node = node.next
+                self._generator = torch.default_generator.get_state()
+        finally:
+            torch.default_generator.set_state(before)
 
     def _run(self, node: fx.Node, root: Any, fetch: Any) -> None:
         if node.op == "placeholder":
-            value = fetch(self._placeholders)
-            self._placeholders += 1
-            if self._accepts(value):
-                self.values[node] = value
+            if self._accepts(node.meta.get("val")):
+                self.values[node] = fetch(self._placeholders)
             else:
                 self._poisoned.add(node)
+            self._placeholders += 1
         elif node.op == "get_attr":
             value = _attribute(root, str(node.target))
             self.values[node] = value.clone() if isinstance(value, Tensor) else value
@@ -114,6 +118,8 @@ class _Prefix:
             self.values[node] = node.target(*args, **kwargs)
 
     def _lookup(self, value: Any) -> Any:
+        if isinstance(value, torch.Generator):  # the user's own: drawn from a copy here
+            return self._generators.setdefault(value, value.clone_state())
         return self.values[value] if isinstance(value, fx.Node) else value
 
 
@@ -125,6 +131,58 @@ def _attribute(root: Any, target: str) -> Any:
     for part in target.split("."):
         root = getattr(root, part)
     return root
+
+
+class Guards:
+    """Answers questions about symbols from real values, and guards each answer in the graph.
+
+    Args:
+        graph: The tracer's growing graph, which gets the `check_value` nodes.
+        value: Node of the graph -> its real value.
+        meta: Gives the `custom` meta of a guard: region and line.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, value: Callable[[fx.Node], Any], meta: Callable[[], dict[str, Any]]
+    ) -> None:
+        self._graph, self._value, self._meta = graph, value, meta
+        self._nodes: dict[sympy.Symbol, fx.Node] = {}
+        self._from_tensor: set[sympy.Symbol] = set()
+        self._answers: dict[str, Any] = {}
+
+    def add(self, number: Any, node: fx.Node, from_tensor: bool) -> None:
+        """Note where a symbolic number comes from.
+
+        Args:
+            number: A SymInt, SymFloat or SymBool.
+            node: The node whose value it is.
+            from_tensor: Whether the user's code must not branch on it.
+        """
+        for symbol in number.node.expr.free_symbols:
+            if symbol not in self._nodes:
+                self._nodes[symbol] = node
+                if from_tensor:
+                    self._from_tensor.add(symbol)
+
+    def answer(self, expr: sympy.Basic) -> Any:
+        """Return the value of an expression; `ShapeEnv` asks where Python needs one."""
+        text, symbols = guard_expression(expr)
+        unknown = [s for s in symbols if s not in self._nodes]
+        if unknown:
+            raise CaptureError(
+                f"a number of unknown origin ({unknown[0]}) decides a branch", user_line()
+            )
+        nodes = [self._nodes[s] for s in symbols]
+        key = f"{text} {nodes}"
+        if key not in self._answers:
+            if not self._from_tensor.isdisjoint(symbols):
+                refuse_user_control_flow()
+            self._answers[key] = evaluate(text, [self._value(n) for n in nodes])
+            node = self._graph.create_node(
+                "call_function", ops.check_value, (text, self._answers[key], *nodes)
+            )
+            node.meta["custom"] = self._meta()
+        return sympy.sympify(self._answers[key])
 
 
 def guard_expression(expr: sympy.Basic) -> tuple[str, list[sympy.Symbol]]:

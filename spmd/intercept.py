@@ -73,9 +73,28 @@ def _put(op: Any) -> Callable[..., Any]:
     ) -> Any:
         if not _has_mask(indices):
             return NotImplemented
-        return op(x, _long_indices(indices, real), values, accumulate, *rest)
+        mask = _fill_mask(x, indices, values)
+        if mask is None or accumulate:
+            return op(x, _long_indices(indices, real), values, accumulate, *rest)
+        filled = torch.where(mask, values, x)
+        return x.copy_(filled) if op._schema.is_mutable else filled
 
     return handler
+
+
+def _fill_mask(x: Tensor, indices: Any, values: Tensor) -> Tensor | None:
+    """Return the mask of `x[mask] = values`, to broadcast with x, if no size depends on it.
+
+    That is so where every marked place gets the same values.
+    """
+    given = [i for i in indices if i is not None]
+    after = x.dim() - len(indices) + 1 - given[0].dim()
+    if len(given) != 1 or indices[-1] is not given[0]:
+        return None
+    if values.dim() > after and values.numel() != 1:
+        return None
+    mask: Tensor = given[0].to(torch.bool)
+    return mask.reshape([*mask.shape, *[1] * after])
 
 
 def _unique2(

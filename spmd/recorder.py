@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
@@ -15,13 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spmd import ops
 from spmd.conversions import Formatted
 from spmd.errors import CaptureError
-from spmd.guards import Shadow, evaluate, guard_expression
+from spmd.guards import Guards, Shadow
 from spmd.intercept import fused_optimizer, sized_call
 from spmd.lifting import World, path_name, world_parameters
 from spmd.program import Lifted, OutputSpec, Write
+from spmd.random_state import generator_in_graph
 from spmd.source_lines import refuse_user_control_flow, user_line
 from spmd.substitutes import Substitutes, substitute
 from spmd.swapping import Aftermath, is_fake, swapped, with_outputs
@@ -51,8 +50,6 @@ class Recorder(TorchDispatchMode):
         self.region = Region()
         self.lines: dict[str, str] = {}
         self._line_of_sequence: dict[int, str] = {}
-        self._symbol_nodes: dict[sympy.Symbol, tuple[fx.Proxy, bool]] = {}
-        self._guards: dict[str, Any] = {}
         self._shadow: Shadow | None = None
         self._last: fx.Node | None = None
         self.outputs: list[OutputSpec] = []
@@ -70,7 +67,12 @@ class Recorder(TorchDispatchMode):
         assert proxy_mode is not None
         self.tracer = proxy_mode.tracer
         self._shadow = Shadow(self.tracer.graph, self.tracer.root, self.fetch)
-        self.fake_mode.shape_env.on_guard = self._on_guard
+        self.guards = Guards(
+            self.tracer.graph,
+            self._shadow.value,
+            lambda: {"region": self.region.name(), "line": user_line()},
+        )
+        self.fake_mode.shape_env.on_guard = self.guards.answer
         self.known = {
             id(value): stand_in
             for value, stand_in in zip(self.world.values, inputs, strict=True)
@@ -88,9 +90,7 @@ class Recorder(TorchDispatchMode):
             args, kwargs = pytree.tree_unflatten(flat, self.world.args_spec)
             with swapped(self.world, stand_ins) as self.after, self._watched(stand_ins):
                 result = function(*args, **kwargs)
-            values = self._collect(result, stand_ins)
-        self.fake_mode.shape_env.on_guard = None
-        return values
+            return self._collect(result, stand_ins)
 
     @contextmanager
     def _watched(self, stand_ins: list[Any]) -> Iterator[None]:
@@ -153,9 +153,28 @@ class Recorder(TorchDispatchMode):
         if out is NotImplemented:
             out = fused_optimizer(func, args, kwargs)
         if out is NotImplemented:
+            self._forget_constants(func, args, kwargs)
             out = func(*args, **kwargs)
         self._annotate()
         return out
+
+    def _forget_constants(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Take their constant value from tensors that meet a symbolic number or a list.
+
+        `FakeTensorMode` computes on constants with the symbol and gets NaN; the tracer
+        misses what operators without outputs (`_foreach_mul_`) write (torch 2.13).
+        """
+        flat = pytree.arg_tree_leaves(*args, **kwargs)
+        unseen = func._schema.is_mutable and not func._schema.returns
+        if not unseen and not any(isinstance(x, torch.SymFloat | torch.SymBool) for x in flat):
+            return
+        for x in flat:
+            if isinstance(x, FakeTensor):
+                slot = get_proxy_slot(x, self.tracer, None)
+                if slot is not None:
+                    slot.constant = None
+                if x.constant is not None:
+                    self.fake_mode.fake_tensor_converter.invalidate_constant_aliases(x.constant)
 
     def _known(self, tensor: Tensor) -> Tensor:
         return tensor if isinstance(tensor, FakeTensor) else self.known.get(id(tensor), tensor)
@@ -193,40 +212,16 @@ class Recorder(TorchDispatchMode):
         number = aten._local_scalar_dense.default(tensor)
         self._annotate()
         if isinstance(number, torch.SymFloat | torch.SymInt | torch.SymBool):
-            symbol = number.node.expr
-            if symbol not in self._symbol_nodes:
-                node = next(
-                    n for n in reversed(self.tracer.graph.nodes)
-                    if n.target is aten._local_scalar_dense.default
-                )
-                self._symbol_nodes[symbol] = (node, from_tensor)
+            node = next(
+                n for n in reversed(self.tracer.graph.nodes)
+                if n.target is aten._local_scalar_dense.default
+            )
+            self.guards.add(number, node, from_tensor)
         return number
 
     def _equal(self, x: Tensor, y: Tensor) -> bool:
         """Answer torch's own question and guard the answer."""
         return x.shape == y.shape and bool(self._item((x == y).all(), from_tensor=True))
-
-    def _on_guard(self, expr: sympy.Basic) -> Any:
-        text, symbols = guard_expression(expr)
-        nodes = [self._node_of(s) for s in symbols]
-        key = f"{text} {[n for n, _ in nodes]}"
-        if key not in self._guards:
-            assert self._shadow is not None
-            if any(from_tensor for _, from_tensor in nodes):
-                refuse_user_control_flow()
-            value = evaluate(text, [self._shadow.value(n) for n, _ in nodes])
-            self._guards[key] = value
-            node = self.tracer.graph.create_node(
-                "call_function", ops.check_value, (text, value, *(n for n, _ in nodes))
-            )
-            node.meta["custom"] = {"region": self.region.name(), "line": user_line()}
-        return sympy.sympify(self._guards[key])
-
-    def _node_of(self, symbol: sympy.Symbol) -> tuple[Any, bool]:
-        for known, entry in self._symbol_nodes.items():
-            if symbol in known.free_symbols:
-                return entry
-        raise CaptureError(f"a number of unknown origin ({symbol}) decides a branch", user_line())
 
     # -- outputs -----------------------------------------------------------------------
 

@@ -11,9 +11,6 @@ from torch import Tensor, fx
 
 from spmd.program import Program, signature_of
 
-_FRESH = (torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift_fresh.default)
-
-
 def fingerprint(program: Program) -> str:
     """Return a text that two captures share if one graph can stand for both.
 
@@ -64,7 +61,7 @@ def _placeholder(node: fx.Node, program: Program, index: int) -> str:
     tensor, place = program.captured[index], program.captured_places[index]
     if place is not None:
         return f"{text} at {place.name}"
-    if node.users and all(user.target in _FRESH for user in node.users):
+    if index in program.fresh:
         return f"{text} {_digest(tensor)}"
     return f"{text} object {id(tensor)}"
 

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from spmd.python_values import MADE_OF_NUMBERS
+
 aten = torch.ops.aten
 own = torch.ops.spmd
 
@@ -87,7 +89,7 @@ class Substitutes(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the stand-in of `func`, or `func`."""
-        stand_in = _FUNCTIONS.get(func)
+        stand_in = _FUNCTIONS.get(func) or MADE_OF_NUMBERS.get(func)
         return (stand_in or func)(*args, **(kwargs or {}))
 
 
