@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -124,9 +125,7 @@ def test_a_hanging_rank_costs_its_cell_only(model: str, stand_ins) -> None:
     assert os.path.exists(str(record.cells[0].log))
 
 
-def test_finished_cells_are_on_disk_while_others_run(
-    model: str, stand_ins, tmp_path: Path
-) -> None:
+def test_finished_cells_are_on_disk_while_others_run(model: str, stand_ins, tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     found: list[int] = []
     events = Events()
@@ -210,7 +209,10 @@ HANGS_ON_RANKS = MODEL.replace(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_nothing_is_left_of_a_killed_command(write_case: CaseWriter, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_nothing_is_left_of_a_stopped_command(
+    write_case: CaseWriter, tmp_path: Path, number: signal.Signals
+) -> None:
     pids, folder = tmp_path / "pids", tmp_path / "tmp"
     pids.mkdir()
     folder.mkdir()
@@ -227,13 +229,16 @@ def test_nothing_is_left_of_a_killed_command(write_case: CaseWriter, tmp_path: P
         time.sleep(0.05)
     family = descendants(command.pid)
     assert {int(entry.name) for entry in pids.iterdir()} <= set(family)
-    command.kill()
-    command.wait()
+    command.send_signal(number)
+    code = command.wait(timeout=20)
 
     deadline = time.monotonic() + 10
     while alive := [pid for pid in family if is_running(pid)]:
         assert time.monotonic() < deadline, f"still running: {alive}"
         time.sleep(0.05)
+    if number == signal.SIGINT:
+        assert code == 130
+        assert list(folder.glob("spmd-verify-*")) == []
 
 
 def descendants(pid: int) -> list[int]:
