@@ -215,7 +215,7 @@ def test_nobody_survives_a_killed_controller(tmp_path: Path, what: str) -> None:
     if what == "hang":
         time.sleep(0.5)
     controller.kill()
-    controller.wait()
+    controller.communicate()
 
     wait_until_gone(pids)
 
