@@ -78,7 +78,7 @@ class Recorder(TorchDispatchMode):
             for value, stand_in in zip(self.world.values, inputs, strict=True)
             if isinstance(value, Tensor)
         }
-        with self, Substitutes(), Formatted():
+        with self, Substitutes(), Formatted(), generator_in_graph():
             stand_ins: list[Any] = list(inputs)
             for position, spec in enumerate(self.world.specs):
                 if spec.kind == "hyper":

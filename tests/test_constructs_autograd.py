@@ -170,8 +170,7 @@ def scaled_by_hand(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
 
 
 def in_place(m: Any, x: Tensor) -> Tensor:
-    y = m.a(x)
-    y = y.relu_().mul_(2).add_(1)
+    y = m.a(x).mul_(2).add_(1).relu_() + 0
     y += y.detach().mean()
     z = torch.zeros_like(y)
     z[:, :3] = y[:, 3:]
@@ -199,7 +198,7 @@ AUTOGRAD = [
     Construct("checkpoint-reentrant", checkpointed(True), tensor(4)),
     Construct("gradient-penalty", two, tensor(4), penalty, sizes=(8, 7, 2)),
     Construct("weight-penalty", two, tensor(4), weight_penalty),
-    Construct("inner-loop", two, tensor(4), inner_loop),
+    Construct("inner-loop", two, tensor(4), inner_loop, gathers=True),
     Construct("penalty-conv", lambda: nn.Sequential(
         nn.Conv2d(2, 3, 2), nn.Softplus(), nn.Flatten(), nn.Linear(12, 2)), tensor(2, 3, 3), penalty,
         sizes=(7,)),
@@ -210,6 +209,21 @@ AUTOGRAD = [
     Construct("two-losses", two, tensor(4), two_losses),
     Construct("in-place", lambda: Body(in_place, a=nn.Linear(4, 6)), tensor(4), sizes=(8, 7, 2)),
 ]  # fmt: skip
+
+def seeded(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
+    """The state is read, the generator seeded, and put back."""
+    optimizer.zero_grad()
+    state = torch.get_rng_state()
+    torch.manual_seed(3)
+    out = F.dropout(model(x), 0.4)
+    torch.set_rng_state(state)
+    loss = score(F.dropout(out, 0.2))
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+AUTOGRAD.append(Construct("seeded", two, tensor(4), seeded))
 
 UPDATES = [
     Construct("clip-norm", two, tensor(4), by_norm(2.0), sizes=(8, 7, 2)),
@@ -246,6 +260,9 @@ MATRICES = [
     matrices("inverse", torch.linalg.inv, sizes=(8, 7, 2)),
     matrices("solve", lambda a: torch.linalg.solve(a, a.sin()[..., :1]), sizes=(7, 2)),
     matrices("solve-shared", lambda a: torch.linalg.solve(a, torch.ones(3))),
+    matrices("solve-shared-matrix", lambda a: torch.linalg.solve(a, torch.arange(15.0).view(3, 5))),
+    matrices("solve-square-of-batch", lambda a: torch.linalg.solve(a, torch.eye(3)), sizes=(8,),
+             falls_back=frozenset({"aten._linalg_solve_ex.default"})),
     matrices("triangular", lambda a: torch.linalg.solve_triangular(a.tril(), a.cos(), upper=False)),
     matrices("cholesky", torch.linalg.cholesky, sizes=(7, 2)),
     matrices("cholesky-solve", lambda a: torch.cholesky_solve(a.sin(), torch.linalg.cholesky(a))),
@@ -259,8 +276,6 @@ MATRICES = [
     matrices("pinv", torch.linalg.pinv),
     matrices("norms", lambda a: (torch.linalg.matrix_norm(a), torch.linalg.norm(a, dim=(1, 2)),
                                  torch.linalg.matrix_norm(a, 2), torch.linalg.vector_norm(a, 3, (1, 2)))),
-    matrices("lstsq", lambda a: torch.linalg.lstsq(a, a.sin()).solution,
-             falls_back=frozenset({"aten.linalg_lstsq.default"})),
     matrices("trace-cross", lambda a: (torch.linalg.cross(a, a.sin()), a.diagonal(dim1=1, dim2=2).sum(-1))),
     Construct("whitening", after(lambda x: (x - x.mean(0)) @ torch.linalg.inv(torch.linalg.cholesky(
         x.t() @ x / x.shape[0] + torch.eye(6))).t()), tensor(4), tol=1e-10),

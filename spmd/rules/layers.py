@@ -13,24 +13,43 @@ aten = torch.ops.aten
 
 @rule(aten.convolution.default)
 def _convolution(call: Call) -> Rule:
-    x, weight = call.operands[0], call.operands[1]
+    """The batch is free; without groups so are the output channels, and input channels add up."""
+    x = call.operands[0]
     spatial: list[Label | None] = [None] * (x.dim() - 2)
-    plain = call.argument("groups") == 1 and not call.argument("transposed")
-    out_channel = "out" if plain else None
-    inputs: list[Any] = [["batch", None, *spatial], [out_channel, None, *spatial]]
+    batch, channel, out = "batch", "in", "out"
+    if call.argument("groups") != 1:
+        channel = out = None  # type: ignore[assignment]
+    weight = [channel, out] if call.argument("transposed") else [out, channel]
+    inputs: list[Any] = [[batch, channel, *spatial], [*weight, *spatial]]
     if len(call.operands) == 3:
-        inputs.append([out_channel])
-    assert weight is not None
-    return DimRule(inputs, [["batch", out_channel, *spatial]])
+        # The bias would be added once per rank.
+        inputs.append([out])
+        inputs[0][1] = inputs[1][weight.index(channel)] = None
+        return DimRule(inputs, [[batch, out, *spatial]])
+    either = (frozenset((0,)), frozenset((1,)))
+    return DimRule(inputs, [[batch, out, *spatial]], {"in": "sum"}, either)
 
 
 @rule(aten.convolution_backward.default)
 def _convolution_backward(call: Call) -> Rule:
+    """The batch is free and adds up in the gradients of weight and bias.
+
+    Without groups, output channels are free and add up in the image's gradient; input
+    channels are free where no bias gradient is asked for, which does not have them.
+    """
     spatial = [None] * (call.operands[1].dim() - 2)
-    image = ["batch", None, *spatial]
-    outputs = [image, [None, None, *spatial], [None]]
-    kept = [labels if o is not None else ["batch"] for labels, o in zip(outputs, call.outputs, strict=True)]
-    return DimRule([image, image, [None, None, *spatial]], kept, {"batch": "sum"})
+    channel, out = ("in", "out") if call.argument("groups") == 1 else (None, None)
+    if call.outputs[2] is not None:
+        channel = None
+    weight = [channel, out] if call.argument("transposed") else [out, channel]
+    grad, image = ["batch", out, *spatial], ["batch", channel, *spatial]
+    kernel = [*weight, *spatial]
+    outputs = [image, kernel, [out]]
+    kept = [
+        labels if o is not None else ["batch", "in", "out"]
+        for labels, o in zip(outputs, call.outputs, strict=True)
+    ]
+    return DimRule([grad, image, kernel], kept, {"batch": "sum", "out": "sum"})
 
 
 def _leading(ndim: int, inner: int) -> list[Label | None]:
