@@ -130,6 +130,10 @@ def check_value(expression: str, expected: bool | int | float, *values: float) -
         raise SizeChanged(expression, expected, actual)
 
 
+_MATH = ("sqrt", "exp", "log", "log2", "cos", "sin", "tan", "cosh", "sinh", "tanh", "acos", "asin",
+         "atan")  # fmt: skip
+
+
 def _guard_scope() -> dict[str, Any]:
     import math
 
@@ -155,7 +159,7 @@ def _guard_scope() -> dict[str, Any]:
         "And": lambda *a: all(a),
         "Or": lambda *a: any(a),
     }
-    names |= {f"OpaqueUnaryFn_{n}": getattr(math, n) for n in ("sqrt", "exp", "log", "cos", "sin")}
+    names |= {f"OpaqueUnaryFn_{n}": getattr(math, n) for n in _MATH}
     assert functions is not None
     return {"__builtins__": {"True": True, "False": False}} | names
 

@@ -6,7 +6,11 @@ changes what x is without an operator the tracer sees.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import builtins
+import functools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -71,3 +75,47 @@ MADE_OF_NUMBERS: dict[Any, Callable[..., Any]] = {
     torch.asarray: _tensor_of(torch.asarray),
     Tensor.data.__set__: _set_data,
 }
+
+
+@contextmanager
+def symbolic_functions() -> Iterator[None]:
+    """Let `max`, `min` and functions of `math` take symbols without asking their value.
+
+    An optimizer's `max(1.0, ratio)` or `math.sqrt(1 - beta ** step)` is then a node of the
+    graph; asked for a value, it would be a constant with a guard, another one every step.
+    Given anything but symbols the functions do what they always do.
+    """
+    originals = {(module, name): getattr(module, name) for module, name in _SYMBOLIC}
+    for (module, name), stand_in in _SYMBOLIC.items():
+        setattr(module, name, _when_symbolic(originals[module, name], stand_in))
+    try:
+        yield
+    finally:
+        for (module, name), original in originals.items():
+            setattr(module, name, original)
+
+
+def _when_symbolic(original: Callable[..., Any], stand_in: Callable[..., Any]) -> Callable[..., Any]:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if not kwargs and any(isinstance(a, _NUMBERS) for a in args) and _all_numbers(args):
+            return functools.reduce(stand_in, args) if len(args) > 1 else stand_in(*args)
+        return original(*args, **kwargs)
+
+    return function
+
+
+def _all_numbers(values: Any) -> bool:
+    return all(isinstance(v, (int, float, *_NUMBERS)) for v in values)
+
+
+# torch's functions of symbols are private but for sqrt; each calls the `math` function of
+# its name when the graph runs (torch 2.13).
+_SYMBOLIC: dict[tuple[Any, str], Callable[..., Any]] = {
+    (builtins, "max"): torch.sym_max,
+    (builtins, "min"): torch.sym_min,
+} | {
+    (math, name): getattr(torch, f"_sym_{name}")
+    for name in ("sqrt", "cos", "sin", "tan", "cosh", "sinh", "tanh", "acos", "asin", "atan",
+                 "exp", "log2", "log")
+    if hasattr(torch, f"_sym_{name}")
+}  # fmt: skip
