@@ -238,7 +238,7 @@ class RankStep(CompiledStep):
 
     def _refuse_different(self, executable: Executable) -> None:
         lines = [
-            f"{node.target} {node.args[1:]} {tuple(getattr(node.meta.get('val'), 'shape', ()))}"
+            f"{node.target} {node.args[1:-1]} over {node.meta.get('axis')!r}"
             for node in executable.graph.graph.nodes
             if getattr(node.target, "namespace", None) == "_c10d_functional"
         ]

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import fx, nn
 
+from spmd.errors import UsageError
+
 
 class Override(ABC):
     """Replaces submodules and rewrites the local graph that came of it."""
@@ -38,6 +40,13 @@ def apply_overrides(model: nn.Module, overrides: Sequence[Override], prefix: str
         chosen = child
         for override in overrides:
             chosen = override.replacement(fqn, chosen)
+            if not isinstance(chosen, nn.Module):
+                raise UsageError(
+                    f"{type(override).__name__}.replacement({fqn!r}, ...) returned "
+                    f"{type(chosen).__name__}, expected a module. Return orig_submodule to leave "
+                    "it alone.",
+                    "override",
+                )
         if chosen is not child:
             setattr(model, name, chosen)
         else:

@@ -288,6 +288,7 @@ class ProcessRanks:
             target = node.target
             if isinstance(target, torch._ops.OpOverload) and target.namespace == "_c10d_functional":
                 if node.args[-1] in names:
+                    node.meta["axis"] = node.args[-1]
                     node.args = (*node.args[:-1], names[node.args[-1]])
         for axis, index in zip(self.mesh.names, self.coordinate, strict=True):
             setattr(graph, coordinate_name(axis), index)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from spmd.capture import Program, capture
 from spmd.entries import CAPTURE, LARGEST_ENTRY, CaptureCache, Entry, Executable, Options
@@ -137,7 +137,7 @@ class CompiledStep(ABC):
         A rank that has seen its own arguments before votes for what it used then. Where
         the votes differ, the ranks tell each other their shapes.
         """
-        local = (id(world.model), id(world.optimizer), world.static)
+        local = (id(world.model), id(world.optimizer), world.static, _hooks(world))
         known = self._known.get(local)
         vote = self._vote_of(known) if known is not None else CAPTURE
         if self._agree(vote) and known is not None:
@@ -415,3 +415,17 @@ class CompiledStep(ABC):
 
     @abstractmethod
     def _locals(self, value: Any) -> list[Any]: ...
+
+
+def _hooks(world: World) -> tuple[int, ...]:
+    """Return what names the hooks that run in the step: they are captured with it."""
+    tables: list[Any] = []
+    for value in world.values:
+        if isinstance(value, nn.Parameter):
+            tables += [value._backward_hooks, value._post_accumulate_grad_hooks]
+    for module in world.model.modules():
+        tables += [
+            module._forward_pre_hooks, module._forward_hooks,
+            module._backward_pre_hooks, module._backward_hooks,
+        ]  # fmt: skip
+    return tuple(id(hook) for table in tables for hook in (table or {}).values())

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from spmd.rules.base import Call, DimRule, Rule, Whole, aligned, general_rule, rule
+from spmd.layout import Partial, Replicate
+from spmd.rules.base import Call, Candidate, DimRule, Rule, Whole, aligned, general_rule, rule
 
 aten = torch.ops.aten
 
@@ -72,7 +73,7 @@ def _pointwise(call: Call) -> Rule | None:
 
 @rule(
     aten.clone, aten._to_copy, aten.lift_fresh_copy, aten.copy.default, aten.fill.Scalar,
-    aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.fill.Tensor,
+    aten.fill.Tensor,
     aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar,
     aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.hardtanh_backward,
     aten.leaky_relu_backward, aten.elu_backward, aten.gelu_backward, aten.threshold_backward,
@@ -95,6 +96,22 @@ def _listed_pointwise(call: Call) -> Rule | None:
         out = [x if o is not None and o.shape == call.operands[0].shape else [] for o in call.outputs]
         return DimRule([x], out) if all(out) else None
     return _pointwise(call)
+
+
+@rule(aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like)
+def _like(call: Call) -> Rule:
+    return _Like(call, _linear(call))
+
+
+class _Like(Pointwise):
+    """Only the operand's shape is read, so a partial one is not reduced for it."""
+
+    def candidates(self, call: Call, placements: Any, num_ranks: int) -> Any:
+        """Yield what an element-wise operator may do, and a partial operand left as it is."""
+        yield from super().candidates(call, placements, num_ranks)
+        for placement in placements[0]:
+            if isinstance(placement, Partial):
+                yield Candidate((placement,), (Replicate(),))
 
 
 @rule(aten.bucketize.Tensor, aten.searchsorted.Tensor, aten.isin.Tensor_Tensor)
