@@ -269,6 +269,22 @@ def is_running(pid: int) -> bool:
     return text.rpartition(")")[2].split()[0] not in "ZX"
 
 
+def test_an_eval_forward_that_fails_costs_its_stage_only(write_case: CaseWriter) -> None:
+    options = Options(targets=(write_case(EVAL_FAILS),), steps=2, runner="lockstep")
+    record = run.verify(options, Events())
+
+    assert {cell.verdict for cell in record.cells} == {"rounding"}
+    assert "eval_outputs" not in {row.stage for row in record.cells[0].tensors}
+
+
+EVAL_FAILS = MODEL.replace(
+    "return self.second",
+    """if not self.training:
+            raise ValueError("eval is broken")
+        return self.second""",
+)
+
+
 @pytest.mark.parametrize("runner", ["processes", "lockstep"])
 def test_the_engines_styles_pass(model: str, runner: str) -> None:
     options = Options(targets=(model,), steps=3, runner=runner, timeout_seconds=120.0)

@@ -20,7 +20,7 @@ from spmd_verify.layouts import region
 from spmd_verify.store import Store
 from spmd_verify.styles.base import Observation, Observed, Style, StyleContext, StyleRun
 from spmd_verify.trajectory import hyper_parameters, restore_hyper_parameters
-from spmd_verify.user_code import one_line
+from spmd_verify.user_code import UserCode
 
 
 class Drive:
@@ -111,15 +111,19 @@ class Drive:
 
     def _evaluate(self, run: StyleRun) -> None:
         """Run the eval forward as the last act; its failure costs the stage, not the cell."""
+        last = self.case.steps - 1
+        if not self.store.names(last, "eval_outputs"):
+            return
         self.note("the eval forward")
         self.case.seed_step(self.case.steps)
         try:
-            outputs = run.evaluate(self.case.batch(0))
+            with UserCode("The eval forward", path=self.case.path, slug="forward-raised"):
+                outputs = run.evaluate(self.case.batch(0))
         except SpmdVerifyError as error:
-            self.notes.append(f"the eval forward failed: {one_line(error)}")
+            self.notes.append(error.message)
             return
         if outputs is not None:
-            self._compare("free", self.case.steps - 1, {"eval_outputs": outputs})
+            self._compare("free", last, {"eval_outputs": outputs})
 
 
 def anchor(run: StyleRun, store: Store, index: int, mesh_shape: tuple[int, ...]) -> None:
