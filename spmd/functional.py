@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, m
 
 from spmd import ops
 from spmd.decompositions import TABLE
+from spmd.dense_views import reshape_views
 from spmd.guards import Guards, Shadow
 from spmd.program import InputSpec, OutputSpec, Signature
 
@@ -61,7 +62,7 @@ def functional_graph(
     _collect_writes(graph, signature)
     _remove_aliases(graph)
     _remove_markers(graph, signature)
-    _reshape_views(graph)
+    reshape_views(graph)
     graph.graph.eliminate_dead_code(is_impure_node=is_impure)
     graph.graph.lint()
     graph.recompile()
@@ -234,17 +235,6 @@ def _remove_markers(graph: fx.GraphModule, signature: Signature) -> None:
             signature.gradients[name] = source.name
             node.replace_all_uses_with(source)
             graph.graph.erase_node(node)
-
-
-def _reshape_views(graph: fx.GraphModule) -> None:
-    """Let views copy where they must: real strides are not always the traced ones.
-
-    Source: `softplus_backward` on torch 2.13 keeps its operand's strides, its fake does not.
-    Without mutation a copy is the same value.
-    """
-    for node in graph.graph.nodes:
-        if node.target in (aten.view.default, aten._unsafe_view.default):
-            node.target = aten.reshape.default
 
 
 def _remove_aliases(graph: fx.GraphModule) -> None:
