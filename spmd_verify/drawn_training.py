@@ -1,0 +1,260 @@
+"""The rest of a drawn program: inputs, loss, optimizer and training step. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from spmd_verify.drawn_writer import Writer, indented
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a step is called with.
+
+    Attributes:
+        batch: Samples.
+        tokens: Size of the dim after (or, time first, before) the batch.
+        width: Features per token; the embedding's width where inputs are ids.
+        kind: `features` [batch, tokens, width] or `ids` [batch, tokens].
+        time_first: Whether the batch is on dim 1 of the inputs.
+        extra: Whether an argument without a batch dim is passed too.
+    """
+
+    batch: int
+    tokens: int = 2
+    width: int = 3
+    kind: str = "features"
+    time_first: bool = False
+    extra: bool = False
+
+    def start(self, w: Writer) -> None:
+        """Write the lines that turn the argument into `x` [batch, tokens, width]."""
+        if self.time_first:
+            w.lines("x = x.transpose(0, 1)")
+        if self.kind == "ids":
+            w.vocabulary = 5
+            w.members.append(f"self.embedding = nn.Embedding(5, {self.width})")
+            w.lines("x = self.embedding(x)")
+
+    def arguments(self) -> dict[str, str]:
+        """Return the expressions of the model's arguments; `g` is a generator."""
+        sizes = (self.tokens, self.batch) if self.time_first else (self.batch, self.tokens)
+        shape = ", ".join(str(n) for n in sizes)
+        if self.kind == "ids":
+            arguments = {"x": f"torch.randint(5, ({shape}), generator=g)"}
+        else:
+            arguments = {"x": f"torch.randn({shape}, {self.width}, generator=g)"}
+        if self.extra:
+            arguments["extra"] = "torch.randn(3, generator=g)"
+        return arguments
+
+    def batch_dims(self) -> dict[str, int | None]:
+        """Return {argument: batch dim or None} of the model's arguments."""
+        dims: dict[str, int | None] = {"x": int(self.time_first)}
+        return dims | ({"extra": None} if self.extra else {})
+
+
+# Classes of a head that is not tied.
+_WORDS: Final = 4
+
+# Loss -> the lines that compute it from `out` [batch, tokens, width] and the target. {b},
+# {t}, {c} are its sizes. Cross entropies have logits `out` [batch, tokens, classes].
+LOSSES: Final = {
+    "square": ("loss = (out + 0.1 * out ** 3).pow(2).mean()",),
+    "mse": ("loss = F.mse_loss(out, target)",),
+    "mse-sum": ("loss = F.mse_loss(out, target, reduction='sum')",),
+    "smooth": ("loss = F.smooth_l1_loss(out, target, beta=0.5)",),
+    "weighted": (
+        "loss = (F.mse_loss(out, target, reduction='none').mean((1, 2)) * torch.arange({b})).sum()",
+    ),
+    "masked": (
+        "mask = (target > 0).to(out.dtype)",
+        "loss = ((out - target) ** 2 * mask).sum() / mask.sum().clamp(min=1)",
+    ),
+    "bce": ("loss = F.binary_cross_entropy_with_logits(out, (target > 0).to(out.dtype))",),
+    "kl": ("loss = F.kl_div(out.log_softmax(-1), target.softmax(-1), reduction='batchmean')",),
+    "entropy": ("loss = F.cross_entropy(out.flatten(0, 1), target.flatten(), ignore_index=-1)",),
+    "entropy-sum": (
+        "loss = F.cross_entropy(out.transpose(1, 2), target, ignore_index=-1, reduction='sum')",
+    ),
+    "entropy-smooth": (
+        "loss = F.cross_entropy(out.flatten(0, 1), target.flatten(), ignore_index=-1, "
+        "label_smoothing=0.1)",
+    ),
+    "entropy-weights": (
+        "weight = torch.linspace(0.5, 1.5, {c})",
+        "loss = F.cross_entropy(out.flatten(0, 1), target.flatten(), weight, ignore_index=-1)",
+    ),
+    "nll-shifted": (
+        "logits = out.log_softmax(-1)[:, :-1].flatten(0, 1)",
+        "nll = F.nll_loss(logits, target[:, 1:].flatten(), ignore_index=-1, reduction='sum')",
+        "loss = nll / (target[:, 1:] >= 0).sum().clamp(min=1)",
+    ),
+    "contrastive": (
+        "z = F.normalize(out.mean(1) + 0.1, dim=-1)",
+        "loss = F.cross_entropy(z @ z.t() / 0.5, torch.arange({b}))",
+    ),
+    "triplet": (
+        "z = out.flatten(1)",
+        "loss = F.triplet_margin_loss(z, z.roll(1, 0) * 0.5, z.flip(0), margin=2.0)",
+    ),
+    "spread": ("loss = out.var(0, unbiased=False).sum() - out.mean().exp() + out.std()",),
+    "vector-norm": ("loss = (out - target).norm()",),
+    "max": ("loss = (out - target).abs().amax((1, 2)).mean() + out.logsumexp((0, 1)).sum()",),
+}
+CLASSIFIED: Final = tuple(name for name in LOSSES if name.startswith(("entropy", "nll")))
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The end of the model and the loss.
+
+    Attributes:
+        kind: One of `LOSSES`.
+        tied: Cross entropies only: logits from the input embedding's weight if there is one.
+        returned: Whether the step returns the model's output too.
+    """
+
+    kind: str = "square"
+    tied: bool = False
+    returned: bool = False
+
+    def finish(self, w: Writer) -> None:
+        """Write the head where the loss needs classes."""
+        if self.kind in CLASSIFIED:
+            if self.tied and w.vocabulary:
+                if w.width != self._embedded(w):
+                    name = w.member("back", f"nn.Linear({w.width}, {self._embedded(w)})")
+                    w.lines(f"x = {name}(x)")
+                w.lines("x = F.linear(x, self.embedding.weight)")
+                w.width = w.vocabulary
+            else:
+                name = w.member("head", f"nn.Linear({w.width}, {_WORDS})")
+                w.lines(f"x = {name}(x)")
+                w.width = _WORDS
+        w.lines("return x")
+
+    @staticmethod
+    def _embedded(w: Writer) -> int:
+        text = next(m for m in w.members if m.startswith("self.embedding"))
+        return int(text.rpartition(",")[2].rstrip(")"))
+
+    def arguments(self, w: Writer) -> dict[str, str]:
+        """Return the expression of the target, if the loss has one."""
+        if self.kind in CLASSIFIED:
+            # Unequal counts: the further down the batch, the more labels are ignored.
+            shape = f"({w.batch}, {w.tokens})"
+            kept = (
+                f"torch.rand({shape}, generator=g) > torch.arange({w.batch})[:, None] / {w.batch}"
+            )
+            return {"target": f"torch.randint({w.width}, {shape}, generator=g).where({kept}, -1)"}
+        if any("target" in line for line in LOSSES[self.kind]):
+            shape = f"{w.batch}, {w.tokens}, {w.width}"
+            return {"target": f"torch.randn({shape}, generator=g)"}
+        return {}
+
+    def lines(self, w: Writer) -> list[str]:
+        """Return the lines that compute `loss` from `out`."""
+        return [t.format(b=w.batch, t=w.tokens, c=w.width) for t in LOSSES[self.kind]]
+
+
+OPTIMIZERS: Final = {
+    "sgd": "torch.optim.SGD({p}, lr=0.1)",
+    "momentum": "torch.optim.SGD({p}, lr=0.1, momentum=0.9, nesterov=True)",
+    "decay": "torch.optim.SGD({p}, lr=0.1, momentum=0.5, weight_decay=0.1, dampening=0.1)",
+    "adam": "torch.optim.Adam({p}, lr=0.01)",
+    "adamw": "torch.optim.AdamW({p}, lr=0.01, betas=(0.8, 0.9), foreach=True)",
+    "amsgrad": "torch.optim.Adam({p}, lr=0.01, amsgrad=True, weight_decay=0.1)",
+    "rmsprop": "torch.optim.RMSprop({p}, lr=0.01, momentum=0.5, centered=True)",
+    "adagrad": "torch.optim.Adagrad({p}, lr=0.05)",
+    "hand": "Hand({p})",
+    "none": "",
+}
+
+# Element-wise momentum and a per-tensor factor, as LARS has one.
+HAND: Final = """
+class Hand(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["average"] = torch.zeros_like(p)
+                average = state["average"].lerp_(p.grad, 0.3)
+                trust = p.norm() / (1 + p.grad.norm())
+                p.add_(average * trust, alpha=-group["lr"])
+"""
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a step trains.
+
+    Attributes:
+        optimizer: One of `OPTIMIZERS`; `none` updates by hand in the step.
+        clip: `none`, `norm` or `value`.
+        accumulate: Backward passes per step, each on the whole batch with its own draw.
+        zero: When gradients are cleared: `before`, `after`, `zeros` (kept), `never`.
+        groups: Whether one-dim parameters are a group with a rate of their own.
+        warm: Eager steps before the first compiled one, so that state exists.
+    """
+
+    optimizer: str = "sgd"
+    clip: str = "none"
+    accumulate: int = 1
+    zero: str = "before"
+    groups: bool = False
+    warm: int = 0
+
+    def optimizer_lines(self) -> list[str]:
+        """Return the body of `make_optimizer`."""
+        if self.optimizer == "none":
+            return ["return None"]
+        if not self.groups:
+            text = OPTIMIZERS[self.optimizer].format(p="model.parameters()")
+            return [f"return {text}"]
+        text = OPTIMIZERS[self.optimizer].format(p="groups")
+        return [
+            "small = [p for p in model.parameters() if p.dim() < 2]",
+            "large = [p for p in model.parameters() if p.dim() >= 2]",
+            "groups = [{'params': p, 'lr': 0.02 * (i + 1)} "
+            "for i, p in enumerate((small, large)) if p]",
+            f"return {text}",
+        ]
+
+    def step_lines(self, call: list[str], result: str) -> list[str]:
+        """Return the body of `step`.
+
+        Args:
+            call: Lines that compute `loss`.
+            result: What the step returns.
+        """
+        zero = "optimizer.zero_grad({})" if self.optimizer != "none" else "model.zero_grad({})"
+        zero = zero.format("set_to_none=False" if self.zero == "zeros" else "")
+        lines = [zero] if self.zero in ("before", "zeros") else []
+        backward = [*call, "loss.backward()"]
+        if self.accumulate > 1:
+            backward = [*call, f"(loss / {self.accumulate}).backward()"]
+            lines += [f"for _ in range({self.accumulate}):", indented(backward, 4)]
+        else:
+            lines += backward
+        if self.clip == "norm":
+            lines.append("norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)")
+            result = result.replace("}", ", 'norm': norm}")
+        elif self.clip == "value":
+            lines.append("nn.utils.clip_grad_value_(model.parameters(), 0.05)")
+        lines += ["optimizer.step()"] if self.optimizer != "none" else [
+            "with torch.no_grad():",
+            "    for p in model.parameters():",
+            "        if p.grad is not None:",
+            "            p.sub_(0.1 * p.grad)",
+        ]  # fmt: skip
+        lines += [zero] if self.zero == "after" else []
+        return [*lines, f"return {result}"]
