@@ -73,30 +73,29 @@ class Emitter:
 
         Kernels differ in what they do with empty batches, so none is asked.
         """
-        empty = self._empty_ranks()
+        empty = self._empty()
         if empty is None:
             node = self.call(target, args, kwargs)
         else:
-            axis, flags = empty
             outputs = []
             for fake, layout in zip(self._call.outputs, self._outputs, strict=True):
                 if fake is None:
                     outputs.append(None)
                     continue
-                fill = next(
-                    (_FILL[p.op] for p in layout.placements if isinstance(p, Partial)), 0.0
-                )
+                fill = next((_FILL[p.op] for p in layout.placements if isinstance(p, Partial)), 0.0)
                 outputs.append((self.sizes(tuple(fake.shape), layout), fake.dtype, fill))
             single = isinstance(self._call.node.meta["val"], Tensor)
             node = self.call(
                 runtime.unless_empty,
-                (self.pick(axis, flags), target, outputs, single, tuple(args), dict(kwargs)),
+                (empty, target, outputs, single, tuple(args), dict(kwargs)),
                 {},
             )
         node.meta["layout"] = self._outputs[0] if self._outputs else None
         return node
 
-    def root_of_sum(self, norm: fx.Node, order: float, layouts: list[Layout], fake: Tensor) -> fx.Node:
+    def root_of_sum(
+        self, norm: fx.Node, order: float, layouts: list[Layout], fake: Tensor
+    ) -> fx.Node:
         """Join local p-norms to the norm over all ranks; `layouts[0]` becomes whole in place."""
         from spmd.redistribute import redistribute
 
@@ -112,12 +111,36 @@ class Emitter:
             return joined
         return self.call(torch.ops.aten.pow.Tensor_Scalar, (joined, 1.0 / order), {})
 
-    def _empty_ranks(self) -> tuple[int, tuple[int, ...]] | None:
-        for layout in (*self.inputs, *self._outputs):
-            for axis, placement in enumerate(layout.placements):
-                if isinstance(placement, Shard) and 0 in placement.units:
-                    return axis, tuple(int(n == 0) for n in placement.units)
-        return None
+    def _empty(self) -> Any:
+        """Return a node that is true on ranks that have nothing to compute, None if all have."""
+        found = None
+        for axis in range(len(self.mesh.sizes)):
+            flags = self._empty_ranks(axis)
+            if any(flags):
+                picked = self.pick(axis, flags)
+                found = picked if found is None else self.call(operator.or_, (found, picked), {})
+        return found
+
+    def _empty_ranks(self, axis: int) -> tuple[int, ...]:
+        """Mark the ranks of an axis with an empty operand and no result of their own.
+
+        A result is the rank's own unless it is empty there or a sum it adds nothing to: of
+        joined tensors one may be empty and the other not.
+        """
+        ranks = range(self.mesh.sizes[axis])
+        inputs = [layout.placements[axis] for layout in self.inputs]
+        outputs = [layout.placements[axis] for layout in self._outputs]
+
+        def is_empty(placement: Any, rank: int) -> bool:
+            return isinstance(placement, Shard) and placement.units[rank] == 0
+
+        return tuple(
+            int(
+                any(is_empty(p, rank) for p in (*inputs, *outputs))
+                and all(is_empty(p, rank) or isinstance(p, Partial) for p in outputs)
+            )
+            for rank in ranks
+        )
 
     def pick(self, axis: int, values: Sequence[int]) -> Any:
         """Return the number that is `values[i]` on rank i of an axis: an int if all agree."""

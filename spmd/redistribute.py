@@ -32,17 +32,32 @@ def redistribute(
         Every layout reached on the way with its node, the last is `wanted`.
     """
     steps: list[tuple[Layout, fx.Node]] = []
-    # Partial and sharded axes first: what they leave is what the slices cut.
-    order = sorted(
-        range(len(have.placements)), key=lambda a: isinstance(have.placements[a], Replicate)
-    )
-    for axis in order:
-        for target in _path(have.placements[axis], wanted.placements[axis]):
-            mover = _Move(emitter, value, have, axis)
-            node = mover.to(node, target)
-            have = have.replace(axis, target)
-            steps.append((have, node))
+    for axis, target in _moves(have, wanted):
+        mover = _Move(emitter, value, have, axis)
+        node = mover.to(node, target)
+        have = have.replace(axis, target)
+        steps.append((have, node))
     return steps
+
+
+def _moves(have: Layout, wanted: Layout) -> list[tuple[int, Placement]]:
+    """Return (axis, placement it moves to) in an order that never splits one dim twice."""
+    axes = range(len(have.placements))
+    paths = [_path(a, b) for a, b in zip(have.placements, wanted.placements, strict=True)]
+
+    def is_in_the_way(axis: int) -> bool:
+        own = have.placements[axis]
+        return isinstance(own, Shard) and any(
+            isinstance(p, Shard) and p.dim == own.dim and other != axis and bool(paths[other])
+            for other, p in enumerate(wanted.placements)
+        )
+
+    blocking = [a for a in axes if paths[a] and is_in_the_way(a)]
+    first = [(a, paths[a].pop(0)) for a in blocking]
+    # What is whole by now is cut after everything that is still split or partial.
+    moved = {a for a, _ in first}
+    order = sorted(axes, key=lambda a: a in moved or isinstance(have.placements[a], Replicate))
+    return first + [(a, target) for a in order for target in paths[a]]
 
 
 def _path(have: Placement, wanted: Placement) -> list[Placement]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -119,6 +119,8 @@ class DimRule(Rule):
     reduce: dict[Label, ReduceOp] = field(default_factory=dict)
     linear: Sequence[frozenset[int]] = ()
     local_args: LocalArgs | None = None
+    # Class attribute: whether a rank with an empty operand has nothing to compute.
+    skips_empty: ClassVar[bool] = True
 
     def candidates(
         self, call: Call, placements: Sequence[Sequence[Placement]], num_ranks: int
@@ -164,7 +166,8 @@ class DimRule(Rule):
         if self.local_args is not None:
             args, kwargs = list(args), dict(kwargs)
             self.local_args(emitter, call, args, kwargs, layouts)
-        return emitter.operator(call.target, tuple(args), kwargs)
+        put = emitter.operator if self.skips_empty else emitter.call
+        return put(call.target, tuple(args), kwargs)
 
 
 def _place(labels: Labels, label: Label, placement: Shard) -> Placement:

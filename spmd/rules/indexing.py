@@ -71,6 +71,8 @@ def _scatter(call: Call) -> Rule:
 class _Extreme(DimRule):
     """Scatters the largest or smallest; a split of the positions gives a partial extreme."""
 
+    skips_empty = False  # without positions the tensor added into is still there
+
     def __init__(self, inputs: Any, outputs: Any, dim: int, op: Any) -> None:
         super().__init__(inputs, outputs)
         self._dim, self._op = dim, op
@@ -92,6 +94,8 @@ class _Accumulate(DimRule):
     The tensor added into must then be a partial sum itself: a replicated one counts on
     the first rank only.
     """
+
+    skips_empty = False  # without positions the tensor added into is still there
 
     def __init__(self, inputs: Any, outputs: Any, label: str, dim: int, source: int = 2) -> None:
         super().__init__(inputs, outputs)
@@ -248,6 +252,8 @@ def _result_shape(x: Tensor, dims: _Indexing) -> list[int]:
 
 class _AccumulateAt(_Lookup):
     """index_put with accumulate: positions split over ranks give a partial sum."""
+
+    skips_empty = False  # without positions the tensor added into is still there
 
     def __init__(self, inputs: Any, outputs: Any, new: list[Label], local: Any) -> None:
         super().__init__(inputs, outputs, local_args=local)

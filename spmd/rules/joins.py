@@ -30,6 +30,10 @@ class Join(Rule):
         if joined is not None:
             yield joined
 
+    def emit(self, emitter: Any, call: Call, args: Any, kwargs: Any, layouts: Any) -> Any:
+        """Join what there is: parts may be empty one by one."""
+        return emitter.call(call.target, args, kwargs)
+
     def _joined(self, call: Call, placements: Any) -> Candidate | None:
         parts: list[Shard] = []
         for forms in placements:

@@ -45,6 +45,10 @@ class Listed(Rule):
                     outputs[i] = sharded[0]
         yield Candidate(tuple(inputs), tuple(outputs))
 
+    def emit(self, emitter: Any, call: Call, args: Any, kwargs: Any, layouts: Any) -> Any:
+        """Run the operator: positions may be empty one by one."""
+        return emitter.call(call.target, args, kwargs)
+
 
 def _positions(call: Call) -> Listed | None:
     """Match operands by their position within their lists."""
