@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch._decomp import get_decompositions
 
+from spmd.normalization import native_batch_norm, native_batch_norm_backward
+
 aten = torch.ops.aten
 
 
@@ -82,7 +84,6 @@ def _embedding_renorm(weight: Tensor, indices: Tensor, max_norm: float, norm_typ
 TABLE: dict[Any, Any] = dict(
     get_decompositions(
         [
-            aten.native_batch_norm,
             aten._native_batch_norm_legit,
             aten._native_batch_norm_legit_functional,
             aten._native_batch_norm_legit_no_training,
@@ -90,7 +91,6 @@ TABLE: dict[Any, Any] = dict(
             aten._batch_norm_with_update_functional,
             aten._batch_norm_no_update,
             aten.batch_norm_backward,
-            aten.native_batch_norm_backward,
             aten.nll_loss_forward,
             aten.nll_loss_backward,
             aten.nll_loss2d_forward,
@@ -116,6 +116,8 @@ TABLE: dict[Any, Any] = dict(
         ]
     )
 ) | {
+    aten.native_batch_norm.default: native_batch_norm,
+    aten.native_batch_norm_backward.default: native_batch_norm_backward,
     aten.mean.default: _mean_all,
     aten.mean.dim: _mean,
     aten.var.correction: _var,

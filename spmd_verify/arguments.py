@@ -67,6 +67,8 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     add("--styles", action="append", metavar="IDS", help="ids, globs, groups engine, torch, user, "
         "all; commas or repeated (default: engine and the file's own)")  # fmt: skip
     add("--mesh", help="4, dp=4 or dp=2,tp=2 (default: 2 ranks)")
+    add("--mesh-sweep", action="append", default=[], metavar="MESH", help="several meshes, one "
+        "after the other; repeatable")  # fmt: skip
     add("--dtype", help="float32, float64 or bfloat16 (default: float32)")
     add("--steps", type=int, help="training steps (default: 3)")
     add("--seed", type=int, help="base seed (default: 0)")

@@ -77,6 +77,7 @@ def options_from(arguments: argparse.Namespace, words: Sequence[str]) -> Options
         explain=arguments.explain,
         list_only=arguments.list_only,
         verbosity=-1 if arguments.quiet else arguments.verbose,
+        mesh_sweep=tuple(parse_mesh(text) for text in arguments.mesh_sweep),
         reports=tuple(report_argument(text) for text in arguments.report),
         command=("spmd-verify", *words),
         **{renamed.get(key, key): value for key, value in settings.items()},
@@ -122,7 +123,8 @@ def _list(addresses: Sequence[str], options: Options) -> int:
         for style in select(options.styles, case.user_styles):
             cell = f"{address}/{style}"
             if options.match is None or fnmatchcase(cell, options.match):
-                print(f"{cell} {options.mesh.text(style)} {options.dtype}")
+                for mesh in options.meshes:
+                    print(f"{cell} {mesh.text(style)} {options.dtype}")
     return PASSED
 
 

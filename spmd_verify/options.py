@@ -81,6 +81,7 @@ class Options:
         styles: Style patterns, as typed; empty means `engine` and the file's own styles.
             Resolve with `style_ids.select(options.styles, case.user_styles)`.
         mesh: The mesh of every style that does not bring its own.
+        mesh_sweep: Meshes to run one after the other instead of `mesh`.
         dtype: The case's dtype, one of `DTYPES`.
         steps: Training steps per run, >= 1.
         seed: The base seed, >= 0.
@@ -103,6 +104,7 @@ class Options:
     targets: tuple[str, ...]
     styles: tuple[str, ...] = ()
     mesh: MeshSpec = MeshSpec(((None, DEFAULT_RANKS),))
+    mesh_sweep: tuple[MeshSpec, ...] = ()
     dtype: str = "float32"
     steps: int = 3
     seed: int = 0
@@ -120,6 +122,11 @@ class Options:
     reports: tuple[tuple[str, str], ...] = ()
     overrides: dict[str, str] = field(default_factory=dict)
     command: tuple[str, ...] = ()
+
+    @property
+    def meshes(self) -> tuple[MeshSpec, ...]:
+        """Return the meshes to run, in order."""
+        return self.mesh_sweep or (self.mesh,)
 
     @property
     def rank_limit(self) -> int:
@@ -142,7 +149,8 @@ class Options:
         _check_number("--max-ranks", self.rank_limit, 1)
         if not self.timeout_seconds > 0:
             raise _out_of_range("--timeout", self.timeout_seconds, "more than 0 seconds")
-        check_rank_limit(self.mesh.num_ranks, self.rank_limit, self.runner)
+        for mesh in self.meshes:
+            check_rank_limit(mesh.num_ranks, self.rank_limit, self.runner)
         return self
 
 

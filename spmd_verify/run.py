@@ -6,6 +6,7 @@ in workers of a fork server that starts first and imports while options are chec
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import tempfile
@@ -20,7 +21,7 @@ from spmd_verify import record as records
 from spmd_verify.address import expand
 from spmd_verify.errors import RankError, SpmdVerifyError, UsageError
 from spmd_verify.exit_codes import fails
-from spmd_verify.options import Options, check_rank_limit
+from spmd_verify.options import MeshSpec, Options, check_rank_limit
 from spmd_verify.record import CaseInfo, Cell, Record
 from spmd_verify.runner.failures import Failure
 from spmd_verify.runner.folders import LogFolder, work_folder
@@ -90,7 +91,8 @@ def verify(options: Options, progress: Progress) -> Record:
     addresses = expand(options.targets)
     needs_transformers = any(address.startswith("hf:") for address in addresses)
     start_fork_server(["transformers"] if needs_transformers else [])
-    check_rank_limit(options.mesh.num_ranks, options.rank_limit, options.runner)
+    for mesh in options.meshes:
+        check_rank_limit(mesh.num_ranks, options.rank_limit, options.runner)
     found = Record(
         tool=f"spmd-verify {__version__}",
         command=list(options.command),
@@ -112,7 +114,7 @@ def _settings(options: Options) -> dict[str, object]:
     """Return the options as the record keeps them, with the limits c."""
     return {
         "styles": list(options.styles),
-        "mesh": [[name, size] for name, size in options.mesh.axes],
+        "mesh": [[[name, size] for name, size in mesh.axes] for mesh in options.meshes],
         "dtype": options.dtype,
         "steps": options.steps,
         "seed": options.seed,
@@ -163,7 +165,7 @@ class _Run:
             styles = list(self._selected(address, report))
             if not styles:
                 return
-            self.runner.prepare(options.mesh.num_ranks)
+            self.runner.prepare(options.meshes[0].num_ranks)
             store_path = os.path.join(self.work_dir, f"store-{len(self.record.cells)}")
             self._make_reference(case, store_path)
         except SpmdVerifyError as error:
@@ -171,8 +173,8 @@ class _Run:
                 raise
             self._add_wrong_case(address, styles, error)
             return
-        for style in styles:
-            self._judge_style(case, style, store_path)
+        for mesh, style in itertools.product(options.meshes, styles):
+            self._judge_style(case, style, mesh, store_path)
             if self.is_stopped:
                 return
 
@@ -218,9 +220,9 @@ class _Run:
             answer.reraise()
         return answer[0]
 
-    def _judge_style(self, case: CaseSpec, style: str, store_path: str) -> None:
+    def _judge_style(self, case: CaseSpec, style: str, mesh: MeshSpec, store_path: str) -> None:
         """Run and judge one cell and put it into the record."""
-        spec = self._spec(case, style, store_path)
+        spec = self._spec(case, style, mesh, store_path)
         self.progress.started(f"{case.address}/{style} on {spec.mesh}")
         answer = self.runner.run_cell(spec, self._heartbeat(style))
         if isinstance(answer, CellEvidence):
@@ -228,9 +230,8 @@ class _Run:
         else:
             self._add(self._failed(spec, answer))
 
-    def _spec(self, case: CaseSpec, style: str, store_path: str) -> CellSpec:
+    def _spec(self, case: CaseSpec, style: str, mesh: MeshSpec, store_path: str) -> CellSpec:
         """Describe one cell."""
-        mesh = self.options.mesh
         return CellSpec(
             case=case,
             style=style,
@@ -292,8 +293,8 @@ class _Run:
         """Give every cell of a case that cannot be judged the verdict `error`."""
         case = CaseSpec(address, self.options.dtype, self.options.seed, self.options.steps, {})
         chosen = styles or list(select(self.options.styles))
-        for style in chosen:
-            spec = self._spec(case, style, "")
+        for mesh, style in itertools.product(self.options.meshes, chosen):
+            spec = self._spec(case, style, mesh, "")
             self._add(_empty_cell(spec, verdict="error", message=str(error)))
 
     def _add(self, cell: Cell) -> None:
