@@ -51,7 +51,8 @@ def part_of(value: Tensor, layout: Layout, coordinate: tuple[int, ...]) -> Tenso
                 continue
             split = value.reshape(*shape[:dim], placement.outer, total, *shape[dim + 1 :])
             part = split.narrow(dim + 1, start, placement.units[index])
-            value = part.reshape(*shape[:dim], -1 if part.numel() else 0, *shape[dim + 1 :])
+            own = placement.outer * placement.units[index]
+            value = part.reshape(*shape[:dim], own, *shape[dim + 1 :])
     return value
 
 

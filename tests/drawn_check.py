@@ -45,6 +45,18 @@ class Undrawable(Exception):
     """Eager itself refuses the model, or computes infinities: nothing to compare."""
 
 
+class Differs(AssertionError):
+    """A style computes something else than eager, or fails.
+
+    Attributes:
+        style: The style.
+    """
+
+    def __init__(self, message: str, style: str) -> None:
+        super().__init__(message)
+        self.style = style
+
+
 @dataclass(frozen=True)
 class Placing:
     """Where a drawn model runs.
@@ -98,7 +110,7 @@ def check_drawn(
         passes: Extra last pass of every style; how a fault is planted.
 
     Raises:
-        AssertionError: With the model's source, the style, mesh and value that differs.
+        Differs: With the model's source, the style, mesh and value that differs.
         Undrawable: Eager cannot run the model.
     """
     tally = tally if tally is not None else Tally()
@@ -118,7 +130,7 @@ def check_drawn(
                 _compare(run, expected, floors, tally)
                 tally.fallbacks.update(run.step.fallbacks)
             except Exception as failure:
-                raise AssertionError(_message(drawn, placing, style, failure)) from failure
+                raise Differs(_message(drawn, placing, style, failure), style) from failure
     tally.models += 1
 
 
