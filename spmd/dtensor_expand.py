@@ -93,7 +93,7 @@ def layout_of(chosen: Any, shape: tuple[int, ...], mesh: MeshShape, name: str) -
     """Return the layout for a placement or a list of one per axis.
 
     Raises:
-        UsageError: `placement`, if there is not one per axis, a dim is out of range, two
+        UsageError: `bad-placement`, if there is not one per axis, a dim is out of range, two
             axes split the same dim or a placement is partial.
     """
     placements: list[Any] = []
@@ -116,7 +116,7 @@ def _split_dims(
         raise UsageError(
             f"Placements of {name!r}: got {len(listed)} for a mesh with {num_axes} axes. Give one "
             "per axis.",
-            "placement",
+            "bad-placement",
         )
     found: list[tuple[Any, int | None]] = []
     for placement in listed:
@@ -125,7 +125,7 @@ def _split_dims(
             raise UsageError(
                 f"Placements of {name!r}: {placement} cannot be the placement of an input. Use "
                 "Shard(dim) or Replicate().",
-                "placement",
+                "bad-placement",
             )
         if kind == "Replicate":
             found.append((placement, None))
@@ -137,7 +137,7 @@ def _split_dims(
             raise UsageError(
                 f"Placements of {name!r}: {placement} does not fit: {why}. Shard an existing dim, "
                 "each by one axis.",
-                "placement",
+                "bad-placement",
             )
         found.append((placement, dim))
     return found

@@ -45,7 +45,7 @@ def apply_overrides(model: nn.Module, overrides: Sequence[Override], prefix: str
                     f"{type(override).__name__}.replacement({fqn!r}, ...) returned "
                     f"{type(chosen).__name__}, expected a module. Return orig_submodule to leave "
                     "it alone.",
-                    "override",
+                    "override-result",
                 )
         if chosen is not child:
             setattr(model, name, chosen)

@@ -68,9 +68,7 @@ def train_as_ddp(make_optimizer: Any, steps: int, tolerance: Any, style: str, lo
 def train_as_one_device(make_optimizer: Any, steps: int, tolerance: Any, style: str) -> None:
     data = batches(steps)
     expected = single(mlp, make_optimizer, sum_loss, data, warm=True)
-    actual, *_ = engine(
-        mlp, make_optimizer, sum_loss, data, spmd.DataParallel(style), warm=True
-    )
+    actual, *_ = engine(mlp, make_optimizer, sum_loss, data, spmd.DataParallel(style), warm=True)
     assert_same(actual, expected, **tolerance)
 
 
@@ -214,9 +212,7 @@ def start_differently(style: str, reduction: str, culprit: int) -> tuple[list[st
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
-@pytest.mark.parametrize(
-    ("style", "reduction"), [("replicate", "mean"), ("fully_shard", "global")]
-)
+@pytest.mark.parametrize(("style", "reduction"), [("replicate", "mean"), ("fully_shard", "global")])
 def test_behaviour_13_rank_0_wins_with_a_warning(
     on_ranks: Ranks, style: str, reduction: str, culprit: int
 ) -> None:

@@ -310,7 +310,7 @@ def test_an_override_must_return_a_module_and_a_graph() -> None:
         def transform(self, gm: fx.GraphModule, flat_state: list[Any]) -> Any:
             return None
 
-    for override, slug in ((NoModule, "override"), (NoGraph, "not-a-graph")):
+    for override, slug in ((NoModule, "override-result"), (NoGraph, "not-a-graph")):
         model, optimizer = built(mlp, sgd, warm=False)
         step = compiled(spmd.DataParallel(), module_override=[override(Branching, Smooth, [])])
         with pytest.raises(UsageError, match=f"{override.__name__}.*{slug}"):

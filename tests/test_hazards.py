@@ -70,8 +70,11 @@ def assert_right(
 ) -> None:
     """Check that the hazard shows in `wrong`, and that every mode gives `right`."""
     assert far(wrong, right), "the hazard does not show: the test proves nothing"
+    captures = spmd.lockstep.CaptureCache()
     for name, mode in MODES.items():
-        compiled = spmd.lockstep.compile(parallel_mode=mode(), mesh={"dp": RANKS})
+        compiled = spmd.lockstep.compile(
+            parallel_mode=mode(), mesh={"dp": RANKS}, captures=captures
+        )
         actual = run(make, step, data, make_optimizer, compiled)
         assert not far(actual, right), name
         assert far(actual, wrong), name

@@ -177,7 +177,9 @@ def python_arguments() -> str:
         return train_step(lambda m, x: scale * mean_loss(m, x))(model, optimizer, x)
 
     model, optimizer = built(mlp, sgd, warm=False)
-    return text_of(spmd.compile()(step), model, optimizer, part(batches(1)[0]), 1.0 + dist.get_rank())
+    return text_of(
+        spmd.compile()(step), model, optimizer, part(batches(1)[0]), 1.0 + dist.get_rank()
+    )
 
 
 def test_python_arguments_that_differ_are_refused(on_ranks: Ranks) -> None:
@@ -205,7 +207,9 @@ def test_a_global_batch_that_differs_is_refused(on_ranks: Ranks) -> None:
 # -- input_batch_dim ----------------------------------------------------------------------
 
 
-def masked(model: Any, optimizer: Any, x: Tensor, y: Tensor, mask: Tensor, weight: Tensor) -> Tensor:
+def masked(
+    model: Any, optimizer: Any, x: Tensor, y: Tensor, mask: Tensor, weight: Tensor
+) -> Tensor:
     """One step on x [batch, 6, 10], y [batch], mask [6, 6], weight []."""
     optimizer.zero_grad()
     out = (mask @ model(x)).mean((1, 2))
@@ -419,7 +423,9 @@ def test_behaviour_34_what_changes_between_calls_is_honoured(
 
 
 def bytes_held(style: str) -> int:
-    model, optimizer = built(lambda: nn.Sequential(nn.Linear(10, 64), nn.Linear(64, 32)), adam, False)
+    model, optimizer = built(
+        lambda: nn.Sequential(nn.Linear(10, 64), nn.Linear(64, 32)), adam, False
+    )
     step = step_for(style)
     for x in batches(2):
         step(model, optimizer, part(x))
