@@ -52,7 +52,7 @@ def run_passes(
         graph_module = checked_graph(apply(graph_module), f"The pass {step}")
         graph_module.meta.update({k: v for k, v in meta.items() if k not in graph_module.meta})
         graph_module.graph.lint()
-        graph_module.recompile()
+    graph_module.recompile()
     return graph_module
 
 

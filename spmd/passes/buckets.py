@@ -33,7 +33,7 @@ class BucketGradientReductions:
     name: str = "bucket_gradient_reductions"
 
     def apply(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """Return the graph with its gradient reductions joined, in place."""
+        """Return the graph with its gradient reductions joined, in place; the pipeline recompiles it."""
         graph = graph_module.graph
         order = {node: i for i, node in enumerate(graph.nodes)}
         buckets: dict[Any, list[fx.Node]] = {}
@@ -52,7 +52,6 @@ class BucketGradientReductions:
         for bucket in (*closed, *buckets.values()):
             if len(bucket) > 1:
                 _join(graph, bucket)
-        graph_module.recompile()
         return graph_module
 
 
@@ -105,4 +104,3 @@ def _join(graph: fx.Graph, bucket: list[fx.Node]) -> None:
             anchor = current
     for node in bucket:
         graph.erase_node(node)
-

@@ -15,7 +15,7 @@ class PlaceWaitsLate:
     name: str = "place_waits_late"
 
     def apply(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """Return the graph with its waits moved, in place."""
+        """Return the graph with its waits moved, in place; the pipeline recompiles it."""
         graph = graph_module.graph
         waits = graph.find_nodes(
             op="call_function", target=torch.ops._c10d_functional.wait_tensor.default
@@ -24,5 +24,4 @@ class PlaceWaitsLate:
         for wait in waits:
             if wait.users:
                 min(wait.users, key=order.__getitem__).prepend(wait)
-        graph_module.recompile()
         return graph_module
