@@ -67,7 +67,7 @@ def capture(
             _allow_non_fake_inputs=True,
         )(*fakes)
         signature = Signature(list(world.specs), list(recorder.outputs))
-        graph, captured, fresh = functional_graph(traced, fakes, signature, fetch)
+        graph, captured = functional_graph(traced, fakes, signature, fetch)
     graph.meta["signature"] = signature
     after = recorder.after
     return Program(
@@ -82,7 +82,6 @@ def capture(
         after.written,
         after.python,
         after.requires_grad,
-        fresh,
     )
 
 

@@ -26,7 +26,7 @@ def functional_graph(
     fakes: list[Tensor],
     signature: Signature,
     fetch: Callable[[int], Tensor],
-) -> tuple[fx.GraphModule, list[Tensor], frozenset[int]]:
+) -> tuple[fx.GraphModule, list[Tensor]]:
     """Return the functional form of a traced step.
 
     Args:
@@ -37,11 +37,10 @@ def functional_graph(
             questions that are only asked here (the CPU's `addmm` asks if beta is 0).
 
     Returns:
-        The graph, the real tensors behind the captured inputs, in order, and which of
-        those the step made from Python numbers.
+        The graph, and the real tensors behind the captured inputs, in order.
     """
     _strip_profiler(traced)
-    constants, fresh = _lift_constants(traced, signature)
+    constants = _lift_constants(traced, signature)
     mode = next(t.fake_mode for t in fakes if isinstance(t, FakeTensor))
     inputs = [t.detach() for t in fakes]
     inputs += [mode.from_tensor(c, static_shapes=True) for c in constants]
@@ -70,7 +69,7 @@ def functional_graph(
         line = node.meta.get("custom", {}).get("line")
         if line:
             signature.source_lines[node.name] = line
-    return graph, constants, fresh
+    return graph, constants
 
 
 class _MetaInterpreter(fx.Interpreter):
@@ -142,16 +141,12 @@ def _strip_profiler(graph: fx.GraphModule) -> None:
     graph.recompile()
 
 
-def _lift_constants(
-    graph: fx.GraphModule, signature: Signature
-) -> tuple[list[Tensor], frozenset[int]]:
+def _lift_constants(graph: fx.GraphModule, signature: Signature) -> list[Tensor]:
     """Turn `get_attr` tensors into placeholders; functionalization cannot write to them.
 
     Tensors made inside the step (`torch.tensor(3)`) are lifted too; they are read only.
-    Returns the tensors and the positions of those made inside.
     """
     constants: list[Tensor] = []
-    fresh: set[int] = set()
     placed: dict[int, fx.Node] = {}
     anchor = [n for n in graph.graph.nodes if n.op == "placeholder"][-1]
     for node in list(graph.graph.nodes):
@@ -165,14 +160,12 @@ def _lift_constants(
                 anchor = graph.graph.placeholder(f"captured_{len(constants)}")
             placed[id(value)] = anchor
             anchor.meta["val"] = value
-            if all(user.target is aten.lift_fresh_copy.default for user in node.users):
-                fresh.add(len(constants))
             constants.append(value)
             signature.inputs.append(InputSpec("captured", f"constant.{len(constants) - 1}"))
         node.replace_all_uses_with(placed[id(value)])
         graph.graph.erase_node(node)
     graph.recompile()
-    return constants, frozenset(fresh)
+    return constants
 
 
 def _attribute(root: Any, target: str) -> Any:

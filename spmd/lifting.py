@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from spmd.errors import StepArgumentsError, UsageError
 from spmd.places import reachable
 from spmd.program import InputSpec, Lifted
+from spmd.results import path_name
 
 _REFUSED_OPTIMIZERS = ("LBFGS", "SparseAdam")
 
@@ -94,11 +95,6 @@ def find_model_and_optimizer(args: Any, kwargs: Any) -> tuple[nn.Module, Optimiz
                 "optimizer-refused",
             )
     return models[0], optimizers[0] if optimizers else None
-
-
-def path_name(path: tuple[Any, ...]) -> str:
-    """Return a pytree key path as `a.b.0`."""
-    return ".".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path)
 
 
 def named_unique(

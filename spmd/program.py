@@ -152,7 +152,6 @@ class Program:
             dicts and lists, numbers in parameter groups.
         python: Slot name -> (slot, value): Python values the step changed.
         requires_grad: Parameter name -> whether it is trained, where the step changed it.
-        fresh: Which of `captured` the step made from Python numbers.
     """
 
     graph: fx.GraphModule
@@ -166,7 +165,6 @@ class Program:
     writes: list[Write] = field(default_factory=list)
     python: dict[str, tuple[Place, Any]] = field(default_factory=dict)
     requires_grad: dict[str, bool] = field(default_factory=dict)
-    fresh: frozenset[int] = frozenset()
 
     def captured_now(self) -> list[Tensor]:
         """Return the captured tensors as they lie in their slots now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,16 +12,17 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, track_tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from spmd.conversions import Formatted
 from spmd.errors import CaptureError
 from spmd.guards import Guards, Shadow
 from spmd.intercept import fused_optimizer, sized_call
-from spmd.lifting import World, path_name, world_parameters
+from spmd.lifting import World, world_parameters
 from spmd.program import Lifted, OutputSpec, Write
 from spmd.random_state import generator_in_graph
+from spmd.results import packed, path_name
 from spmd.source_lines import refuse_user_control_flow, user_line
 from spmd.substitutes import Substitutes, substitute
 from spmd.swapping import Aftermath, is_fake, swapped, with_outputs
@@ -52,8 +54,10 @@ class Recorder(TorchDispatchMode):
         self._line_of_sequence: dict[int, str] = {}
         self._shadow: Shadow | None = None
         self._last: fx.Node | None = None
+        self._numbers_read = False
         self.outputs: list[OutputSpec] = []
         self.known: dict[int, Tensor] = {}
+        self._captured: list[Tensor] = []
         self.after = Aftermath()
         self.result_spec: Any = None
         self.result_constants: list[Any] = []
@@ -82,7 +86,8 @@ class Recorder(TorchDispatchMode):
             stand_ins: list[Any] = list(inputs)
             for position, spec in enumerate(self.world.specs):
                 if spec.kind == "hyper":
-                    stand_ins[position] = self._item(inputs[position], from_tensor=False)
+                    stand_ins[position] = aten._local_scalar_dense.default(inputs[position])
+            self._numbers_read = True
             flat = [
                 stand_ins[leaf.position] if isinstance(leaf, Lifted) else leaf
                 for leaf in self.world.flat_args
@@ -101,10 +106,27 @@ class Recorder(TorchDispatchMode):
                 handles.append(
                     stand_ins[position].register_post_accumulate_grad_hook(self._marker(spec.name))
                 )
-        optimizer = self.world.optimizer
-        before = dict(optimizer.__dict__) if optimizer is not None else {}
-        original = optimizer.step if optimizer is not None else None
+        try:
+            with self._optimizer_region():
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
+    @contextmanager
+    def _optimizer_region(self) -> Iterator[None]:
+        """Know when `optimizer.step` runs.
+
+        A learning-rate scheduler may have wrapped it already, and looks for its wrapper.
+        """
+        optimizer = self.world.optimizer
+        if optimizer is None:
+            yield
+            return
+        before = optimizer.__dict__.get("step")
+        original = optimizer.step
+
+        @functools.wraps(original)
         def step(*args: Any, **kwargs: Any) -> Any:
             self.region.in_optimizer = True
             try:
@@ -112,18 +134,13 @@ class Recorder(TorchDispatchMode):
             finally:
                 self.region.in_optimizer = False
 
-        if optimizer is not None:
-            optimizer.__dict__["step"] = step
+        optimizer.__dict__["step"] = step
         try:
             yield
         finally:
-            if optimizer is not None:
-                # A learning-rate scheduler has put a wrapper of its own there.
-                del optimizer.__dict__["step"]
-                if "step" in before:
-                    optimizer.__dict__["step"] = before["step"]
-            for handle in handles:
-                handle.remove()
+            del optimizer.__dict__["step"]
+            if before is not None:
+                optimizer.__dict__["step"] = before
 
     def _marker(self, name: str) -> Callable[[Tensor], None]:
         def mark(parameter: Tensor) -> None:
@@ -142,9 +159,11 @@ class Recorder(TorchDispatchMode):
         return mark
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.lift_fresh.default:
+            return func(*args, **kwargs or {})  # of a number of Python's: the tracer bakes it
         args, kwargs = pytree.tree_map_only(Tensor, self._known, (args, kwargs or {}))
         if func is aten._local_scalar_dense.default:
-            return self._item(args[0], from_tensor=True)
+            return self._item(args[0], from_tensor=self._numbers_read)
         if func is aten.equal.default:
             return self._equal(*args)
         out = substitute(func, args, kwargs)
@@ -177,7 +196,26 @@ class Recorder(TorchDispatchMode):
                     self.fake_mode.fake_tensor_converter.invalidate_constant_aliases(x.constant)
 
     def _known(self, tensor: Tensor) -> Tensor:
-        return tensor if isinstance(tensor, FakeTensor) else self.known.get(id(tensor), tensor)
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if id(tensor) not in self.known:
+            self._capture(tensor)
+        return self.known[id(tensor)]
+
+    def _capture(self, tensor: Tensor) -> None:
+        """Let a fake stand for a real tensor the step came upon, read by a `get_attr` node.
+
+        Left to itself, the tracer would run operators whose inputs are all real, in-place
+        ones too.
+        """
+        with _disable_current_modes():
+            fake = self.fake_mode.from_tensor(tensor.detach(), static_shapes=True)
+        name = f"captured_{len(self._captured)}"
+        setattr(self.tracer.root, name, tensor)
+        proxy = self.tracer.create_proxy("get_attr", name, (), {})
+        track_tensor(fake, proxy, constant=None, tracer=self.tracer)
+        self._captured.append(tensor)  # its id stays taken
+        self.known[id(tensor)] = fake
 
     def _annotate(self) -> None:
         """Give the nodes added since the last call their region and source line."""
@@ -228,11 +266,9 @@ class Recorder(TorchDispatchMode):
     def _collect(self, result: Any, stand_ins: list[Any]) -> list[Any]:
         """List what the step returns and leaves behind, with one OutputSpec each."""
         outputs, after = _Outputs(self.outputs), self.after
-        flat, self.result_spec = pytree.tree_flatten_with_path(result)
-        self.result_constants = [
-            outputs.add("result", path_name(path), leaf) if is_fake(leaf) else leaf
-            for path, leaf in flat
-        ]
+        self.result_spec, self.result_constants = packed(
+            result, is_fake, lambda name, leaf: outputs.add("result", name, leaf)
+        )
         given = {(s.kind, s.name): v for s, v in zip(self.world.specs, stand_ins, strict=True)}
         for name, tensor in after.gradients.items():
             before = given.get(("gradient", name))

@@ -30,8 +30,9 @@ from spmd.passes import checked_graph
 from spmd.placed import Placed
 from spmd.planning import owner_of
 from spmd.program import Kept, Lifted, Write
+from spmd.results import unpacked
 from spmd.structure import fingerprint
-from spmd.writeback import rebuilt, set_state
+from spmd.writeback import set_state
 
 
 class _TellOthers(AbstractContextManager[None]):
@@ -119,9 +120,9 @@ class CompiledStep(ABC):
             self._write(executable, world, outputs)
         placed = [self._placed(v, x) for v, x in zip(outputs, executable.outputs, strict=True)]
         program = executable.program
-        self.results = rebuilt(program.result_spec, program.result_constants, placed)
+        self.results = unpacked(program.result_spec, program.result_constants, placed)
         firsts = [self._locals(v)[0] for v in outputs]
-        return rebuilt(program.result_spec, program.result_constants, firsts)
+        return unpacked(program.result_spec, program.result_constants, firsts)
 
     def _lift(self, args: Any, kwargs: Any) -> World:
         world = lift(self.function, args, kwargs)

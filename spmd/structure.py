@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import Any
 
 import torch
@@ -10,14 +11,16 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from spmd.program import Program, signature_of
+from spmd.results import Built
+
 
 def fingerprint(program: Program) -> str:
     """Return a text that two captures share if one graph can stand for both.
 
     It covers operators and their order, constants, guards, inputs and outputs, the
     result's structure and its Python leaves, and what the step changed in Python. Names of
-    nodes do not count. Tensors the step found somewhere count by identity, those it made
-    from Python numbers by value.
+    nodes do not count. Tensors the step found in a slot count by where they lie, others, which
+    it may have made from Python numbers, by value.
     """
     lines = [*_graph_lines(program), *_effect_lines(program)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
@@ -61,9 +64,7 @@ def _placeholder(node: fx.Node, program: Program, index: int) -> str:
     tensor, place = program.captured[index], program.captured_places[index]
     if place is not None:
         return f"{text} at {place.name}"
-    if index in program.fresh:
-        return f"{text} {_digest(tensor)}"
-    return f"{text} object {id(tensor)}"
+    return f"{text} {_digest(tensor)}"
 
 
 def _digest(tensor: Tensor) -> str:
@@ -96,4 +97,13 @@ def _effect_lines(program: Program) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    return value.hex() if isinstance(value, float) else value
+    """Return a value so that equal ones print alike; addresses of objects do not count."""
+    if isinstance(value, float):
+        return value.hex()
+    if isinstance(value, Built):
+        parts = {k: [_plain(leaf) for leaf in leaves] for k, (_, leaves) in value.attributes.items()}
+        return f"{_plain(value.prototype)} {parts}"
+    return _ADDRESS.sub("", repr(value))
+
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spmd.lifting import World, replace_in, roots_of
 from spmd.places import mapped, reachable
-from spmd.program import Lifted
 
 
 def set_module_tensor(model: nn.Module, name: str, value: Tensor) -> None:
@@ -83,9 +81,3 @@ def set_state(state: dict[str, Any], path: str, value: Any) -> None:
     for key in keys[:-1]:
         state = state.setdefault(key, {})
     state[keys[-1]] = value
-
-
-def rebuilt(spec: Any, constants: list[Any], outputs: list[Any]) -> Any:
-    """Return the step's result with its values in the places the step put them."""
-    leaves = [outputs[c.position] if isinstance(c, Lifted) else c for c in constants]
-    return pytree.tree_unflatten(leaves, spec)

@@ -14,8 +14,9 @@ from spmd.capture import capture
 from spmd.errors import SizeChanged
 from spmd.lifting import lift, path_name, tensor_of
 from spmd.program import Kept, Lifted
+from spmd.results import unpacked
 from spmd.structure import fingerprint
-from spmd.writeback import rebuilt, set_state
+from spmd.writeback import set_state
 
 
 class Replay:
@@ -61,7 +62,7 @@ class Replay:
                 raise
             outputs = [v.clone() if isinstance(v, Tensor) else v for v in outputs]
             apply(program, world, outputs)
-        return rebuilt(program.result_spec, program.result_constants, outputs)
+        return unpacked(program.result_spec, program.result_constants, outputs)
 
 
 def apply(program, world, outputs):
