@@ -29,7 +29,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch  # noqa: E402
 from hf_engine import (  # noqa: E402
-    HOT,
     MODES,
     Captured,
     activation_gathers,

@@ -120,7 +120,9 @@ class RankStep(CompiledStep):
 
     def _held(self, world: World, kind: str, name: str) -> Any:
         parameters = {
-            s.name: v for s, v in zip(world.specs, world.values, strict=True) if s.kind == "parameter"
+            s.name: v
+            for s, v in zip(world.specs, world.values, strict=True)
+            if s.kind == "parameter"
         }
         if kind == "parameter":
             return parameters[name]
@@ -311,7 +313,9 @@ class RankStep(CompiledStep):
     def _execute(self, graph: fx.GraphModule, inputs: list[Any]) -> list[Any]:
         with self._common_stream() if _draws(graph) else nullcontext():
             outputs = graph(*inputs)
-        held = {t.untyped_storage().data_ptr() for t in inputs if isinstance(t, Tensor) and t.numel()}
+        held = {
+            t.untyped_storage().data_ptr() for t in inputs if isinstance(t, Tensor) and t.numel()
+        }
         return [
             v.clone()
             if isinstance(v, Tensor) and v.numel() and v.untyped_storage().data_ptr() in held

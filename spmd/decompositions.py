@@ -44,7 +44,9 @@ def _var_mean(
     mean = torch.sum(x, dims, True) / count
     left = x - mean
     squares = left.abs().square() if x.is_complex() else left * left
-    var = torch.sum(squares, dims, keepdim) / max(count - (1 if correction is None else correction), 0)
+    var = torch.sum(squares, dims, keepdim) / max(
+        count - (1 if correction is None else correction), 0
+    )
     return var, mean if keepdim else mean.squeeze(dims)
 
 
@@ -68,7 +70,9 @@ def _foreach_norm(tensors: list[Tensor], order: float = 2, dtype: Any = None) ->
 def _norm(
     x: Tensor, order: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None
 ) -> Tensor:
-    return torch.linalg.vector_norm(x, 2 if order is None else order, dim or None, keepdim, dtype=dtype)
+    return torch.linalg.vector_norm(
+        x, 2 if order is None else order, dim or None, keepdim, dtype=dtype
+    )
 
 
 def _embedding_renorm(weight: Tensor, indices: Tensor, max_norm: float, norm_type: float) -> Tensor:

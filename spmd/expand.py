@@ -18,6 +18,7 @@ from spmd.emit import Emitter
 from spmd.errors import StrictFallbackError
 from spmd.layout import Layout, Partial, Replicate, Shard, local_shape, replicated
 from spmd.mesh import MeshShape
+from spmd.narrowing import narrowed
 from spmd.plan import Plan, Value, move_cost
 from spmd.program import Signature, signature_of
 from spmd.redistribute import redistribute
@@ -68,6 +69,7 @@ class _Expansion:
         self.mesh = plan.mesh
         self.whole = replicated(len(plan.mesh.sizes))
         self.emitter = Emitter(plan.mesh)
+        self.nodes = {node.name: node for node in graph.graph.nodes}
         self.values: dict[Any, Any] = {}
         self.origin: dict[fx.Node, bool] = {}
         self.fallbacks: Counter[str] = Counter()
@@ -166,7 +168,10 @@ class _Expansion:
         pending, names = [local], self.gradient_names[node.name]
         while pending:
             current = pending.pop()
-            if current.meta.get("global") not in (node.name, value.name) or "gradient" in current.meta:
+            if (
+                current.meta.get("global") not in (node.name, value.name)
+                or "gradient" in current.meta
+            ):
                 continue
             if current.target in _REDUCTIONS:
                 current.meta["gradient"] = {
@@ -201,7 +206,9 @@ class _Expansion:
                 wanted: Layout = self.values[node, "compute"]
                 scratch = Value(home.shape, home.dtype, dict(home.forms), home.name)
                 gathered = self._form(scratch, wanted)
-                self.values[node, region] = Value(home.shape, home.dtype, {wanted: gathered}, home.name)
+                self.values[node, region] = Value(
+                    home.shape, home.dtype, {wanted: gathered}, home.name
+                )
             else:
                 self._rebuilt(node, region)
         return self.values[node, region]
@@ -214,6 +221,10 @@ class _Expansion:
     def _form(self, value: Value, layout: Layout) -> fx.Node:
         """Return a local node that holds `value` in `layout`, redistributing if need be."""
         if layout not in value.forms:
+            part = self._narrowed(value, layout)
+            if part is not None:
+                value.forms[layout] = part
+                return part
             source = min(value.forms, key=lambda have: self._cost(value, have, layout))
             steps = redistribute(self.emitter, value.forms[source], value, source, layout)
             for reached, node in steps:
@@ -221,6 +232,14 @@ class _Expansion:
                 node.meta["global"] = value.name
                 value.forms.setdefault(reached, node)
         return value.forms[layout]
+
+    def _narrowed(self, value: Value, layout: Layout) -> fx.Node | None:
+        """Return a part of a replicated constant made as such, None where it is none."""
+        node = self.nodes.get(value.name)
+        if node is None or node.op != "call_function" or self.whole not in value.forms:
+            return None
+        region = _region(node)
+        return narrowed(self.emitter, node, layout, lambda n: self._resolve(n, region))
 
     def _cost(self, value: Value, have: Layout, wanted: Layout) -> float:
         pairs = zip(have.placements, wanted.placements, self.mesh.sizes, strict=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.fx.traceback as fx_traceback
 import torch.utils._pytree as pytree
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 
@@ -215,7 +215,8 @@ def _forget(graph: fx.Graph, copy: fx.Node) -> None:
 
 def _output_index(signature: Signature, key: tuple[str, str]) -> int:
     return next(
-        i for i in range(len(signature.outputs) - 1, -1, -1)
+        i
+        for i in range(len(signature.outputs) - 1, -1, -1)
         if (signature.outputs[i].kind, signature.outputs[i].name) == key
     )
 

@@ -98,21 +98,37 @@ def _fill_mask(x: Tensor, indices: Any, values: Tensor) -> Tensor | None:
 
 
 def _unique2(
-    x: Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False, *, real: Real
+    x: Tensor,
+    sorted: bool = True,
+    return_inverse: bool = False,
+    return_counts: bool = False,
+    *,
+    real: Real,
 ) -> Any:
     size = _measured(lambda v: torch.unique(v).shape[0], real(x))
     return own.unique(x, None, False, sorted, size)
 
 
 def _unique_dim(
-    x: Tensor, dim: int, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False, *, real: Real
+    x: Tensor,
+    dim: int,
+    sorted: bool = True,
+    return_inverse: bool = False,
+    return_counts: bool = False,
+    *,
+    real: Real,
 ) -> Any:
     size = _measured(lambda v: torch.unique(v, dim=dim).shape[dim], real(x))
     return own.unique(x, dim, False, sorted, size)
 
 
 def _unique_consecutive(
-    x: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None, *, real: Real
+    x: Tensor,
+    return_inverse: bool = False,
+    return_counts: bool = False,
+    dim: int | None = None,
+    *,
+    real: Real,
 ) -> Any:
     size = _measured(lambda v: torch.unique_consecutive(v, dim=dim).shape[dim or 0], real(x))
     return own.unique(x, dim, True, True, size)
@@ -123,7 +139,9 @@ def _repeat_interleave(repeats: Tensor, *, output_size: int | None = None, real:
     return own.repeat_interleave(repeats, size)
 
 
-def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0, *, real: Real) -> Tensor:
+def _bincount(
+    x: Tensor, weights: Tensor | None = None, minlength: int = 0, *, real: Real
+) -> Tensor:
     largest = _measured(lambda v: v.max() + 1 if v.numel() else 0, real(x))
     size = max(largest, minlength)
     return own.bincount(x, weights, minlength, size)
@@ -168,7 +186,9 @@ def fused_optimizer(func: Any, args: Any, kwargs: Any) -> Any:
     schema = func._schema
     names = [a.name for a in schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
-    written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    written = [
+        a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write
+    ]
     outs = functional(**given)
     for name, new in zip(written, outs, strict=True):
         for old_tensor, new_tensor in zip(given[name], new, strict=True):

@@ -14,9 +14,7 @@ from spmd.places import Place, mapped
 if TYPE_CHECKING:
     from spmd.lifting import World
 
-InputKind = Literal[
-    "parameter", "buffer", "gradient", "state", "hyper", "captured", "argument"
-]
+InputKind = Literal["parameter", "buffer", "gradient", "state", "hyper", "captured", "argument"]
 OutputKind = Literal[
     "result", "parameter", "buffer", "gradient", "state", "hyper", "captured", "argument"
 ]

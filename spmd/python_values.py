@@ -95,7 +95,9 @@ def symbolic_functions() -> Iterator[None]:
             setattr(module, name, original)
 
 
-def _when_symbolic(original: Callable[..., Any], stand_in: Callable[..., Any]) -> Callable[..., Any]:
+def _when_symbolic(
+    original: Callable[..., Any], stand_in: Callable[..., Any]
+) -> Callable[..., Any]:
     def function(*args: Any, **kwargs: Any) -> Any:
         if not kwargs and any(isinstance(a, _NUMBERS) for a in args) and _all_numbers(args):
             return functools.reduce(stand_in, args) if len(args) > 1 else stand_in(*args)

@@ -97,6 +97,10 @@ def _exchanged() -> list[tuple[Any, str, Callable[..., Any]]]:
 
         listed += [
             (module, "get_rng_state", lambda device=None: own.get_rng_state(place(device))),
-            (module, "set_rng_state", lambda state, device=None: own.set_rng_state(state, place(device))),
+            (
+                module,
+                "set_rng_state",
+                lambda state, device=None: own.set_rng_state(state, place(device)),
+            ),
         ]
     return listed

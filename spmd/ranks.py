@@ -194,11 +194,15 @@ class ProcessRanks:
                 continue
             sizes = placement.local_sizes()
             dim = placement.dim
-            padded = value.new_zeros([max(sizes) if d == dim else n for d, n in enumerate(value.shape)])
+            padded = value.new_zeros(
+                [max(sizes) if d == dim else n for d, n in enumerate(value.shape)]
+            )
             padded.narrow(dim, 0, value.shape[dim]).copy_(value)
             parts = [torch.empty_like(padded) for _ in sizes]
             dist.all_gather(parts, padded, group=self.device_mesh.get_group(axis))
-            value = joined([p.narrow(dim, 0, n) for p, n in zip(parts, sizes, strict=True)], placement)
+            value = joined(
+                [p.narrow(dim, 0, n) for p, n in zip(parts, sizes, strict=True)], placement
+            )
         return value
 
     def placements(self, layout: Layout, shape: tuple[int, ...]) -> tuple[Any, ...] | None:
@@ -206,7 +210,9 @@ class ProcessRanks:
         found: list[Any] = []
         for placement, size in zip(layout.placements, self.mesh.sizes, strict=True):
             if isinstance(placement, Shard):
-                if placement.outer != 1 or placement.units != chunk_units(shape[placement.dim], size):
+                if placement.outer != 1 or placement.units != chunk_units(
+                    shape[placement.dim], size
+                ):
                     return None
                 found.append(TorchShard(placement.dim))
             else:
@@ -226,7 +232,12 @@ class ProcessRanks:
             return value
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
-            value, self.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+            value,
+            self.device_mesh,
+            placements,
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=stride,
         )
 
     def read(self, value: Tensor, layout: Layout) -> Tensor:

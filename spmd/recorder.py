@@ -23,7 +23,7 @@ from spmd.lifting import World, world_parameters
 from spmd.program import Lifted, OutputSpec, Write
 from spmd.random_state import generator_in_graph
 from spmd.results import packed, path_name
-from spmd.source_lines import refuse_user_control_flow, user_line
+from spmd.source_lines import user_line
 from spmd.substitutes import Substitutes, substitute
 from spmd.swapping import Aftermath, is_fake, swapped, with_outputs
 
@@ -46,7 +46,9 @@ class Region:
 class Recorder(TorchDispatchMode):
     """Sits above the tracer: notes lines and regions, answers data-dependent questions."""
 
-    def __init__(self, fake_mode: FakeTensorMode, world: World, fetch: Callable[[int], Any]) -> None:
+    def __init__(
+        self, fake_mode: FakeTensorMode, world: World, fetch: Callable[[int], Any]
+    ) -> None:
         super().__init__()
         self.fake_mode, self.world, self.fetch = fake_mode, world, fetch
         self.region = Region()
@@ -251,7 +253,8 @@ class Recorder(TorchDispatchMode):
         self._annotate()
         if isinstance(number, torch.SymFloat | torch.SymInt | torch.SymBool):
             node = next(
-                n for n in reversed(self.tracer.graph.nodes)
+                n
+                for n in reversed(self.tracer.graph.nodes)
                 if n.target is aten._local_scalar_dense.default
             )
             self.guards.add(number, node, from_tensor)

@@ -266,7 +266,9 @@ class CompiledStep(ABC):
             {**by_kind["parameter"], **by_kind["buffer"]}, states, args, kwargs,
         )  # fmt: skip
         layouts = local.meta["layouts"]
-        local = checked_graph(mode.transform_and_compile(local), "transform_and_compile of the mode")
+        local = checked_graph(
+            mode.transform_and_compile(local), "transform_and_compile of the mode"
+        )
         for override in self.options.overrides:
             name = f"{type(override).__name__}.transform"
             local = checked_graph(override.transform(local, world.values), name)
@@ -323,9 +325,7 @@ class CompiledStep(ABC):
         for name in program.cleared_gradients:
             self._clear_gradient(name)
 
-    def _apply(
-        self, write: Write, world: World, outputs: list[Any], layouts: list[Layout]
-    ) -> None:
+    def _apply(self, write: Write, world: World, outputs: list[Any], layouts: list[Layout]) -> None:
         """Put a new value into its slot; buffers keep their tensor where the shape allows."""
         if write.kind == "buffer":
             index = write.value.position
@@ -337,7 +337,9 @@ class CompiledStep(ABC):
     def _write_numbers(self, program: Program, world: World, outputs: list[Any]) -> None:
         """Set Python values: in the optimizer's state and wherever else the step did."""
         parameters = {
-            s.name: v for s, v in zip(world.specs, world.values, strict=True) if s.kind == "parameter"
+            s.name: v
+            for s, v in zip(world.specs, world.values, strict=True)
+            if s.kind == "parameter"
         }
         specs = program.graph.meta["signature"].outputs
         for name, entry in program.new_state.items():

@@ -101,7 +101,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return value.hex()
     if isinstance(value, Built):
-        parts = {k: [_plain(leaf) for leaf in leaves] for k, (_, leaves) in value.attributes.items()}
+        parts = {
+            k: [_plain(leaf) for leaf in leaves] for k, (_, leaves) in value.attributes.items()
+        }
         return f"{_plain(value.prototype)} {parts}"
     return _ADDRESS.sub("", repr(value))
 

@@ -25,9 +25,7 @@ own = torch.ops.spmd
 # aten.bernoulli.p, the functional form of bernoulli_, draws into a contiguous tensor; the
 # in-place form draws in the memory order of its tensor: another mask where the two differ.
 _library = torch.library.Library("spmd", "FRAGMENT")
-_library.define(
-    "bernoulli(Tensor x, float p) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,)
-)
+_library.define("bernoulli(Tensor x, float p) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 
 
 def _bernoulli(x: Tensor, p: float) -> Tensor:
@@ -35,9 +33,7 @@ def _bernoulli(x: Tensor, p: float) -> Tensor:
 
 
 _library.impl("bernoulli", _bernoulli, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "spmd::bernoulli", lambda x, p: torch.empty_like(x), lib=_library
-)
+torch.library.register_fake("spmd::bernoulli", lambda x, p: torch.empty_like(x), lib=_library)
 
 
 def substitute(func: Any, args: Any, kwargs: Any) -> Any:

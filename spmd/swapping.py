@@ -154,12 +154,16 @@ class _Swap:
             known = id(parameter) in names and id(parameter) in self.by_id
             prefix = f"state.{names[id(parameter)]}" if known else "state"
             key = self.by_id[id(parameter)] if known else parameter
-            optimizer.state[key] = pytree.tree_map_with_path(
-                lambda path, leaf, prefix=prefix: self._stand_in(
-                    f"{prefix}.{path_name(path)}", leaf
-                ),
-                dict(entry),
-            ) if isinstance(entry, dict) else entry
+            optimizer.state[key] = (
+                pytree.tree_map_with_path(
+                    lambda path, leaf, prefix=prefix: self._stand_in(
+                        f"{prefix}.{path_name(path)}", leaf
+                    ),
+                    dict(entry),
+                )
+                if isinstance(entry, dict)
+                else entry
+            )
 
     # -- afterwards ------------------------------------------------------------------
 
@@ -198,8 +202,10 @@ class _Swap:
                     )
                 continue
             old = dict(self.state[real[id(parameter)]]) if id(parameter) in real else {}
-            kept = {id(self._stand_in(f"state.{name}.{path_name(path)}", leaf))
-                    for path, leaf in pytree.tree_flatten_with_path(old)[0]}
+            kept = {
+                id(self._stand_in(f"state.{name}.{path_name(path)}", leaf))
+                for path, leaf in pytree.tree_flatten_with_path(old)[0]
+            }
             after.state[name] = pytree.tree_map(
                 lambda leaf, kept=kept: Kept() if is_fake(leaf) and id(leaf) in kept else leaf,
                 dict(entry),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Final
@@ -76,11 +76,17 @@ class Rounded(Plain):
     dtype: torch.dtype
     islands: dict[str, None] = field(default_factory=dict)
 
-    def around(self, step: int) -> AbstractContextManager[Any]:
-        """Run the step under its own random rounding."""
+    @contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        """Run the step under its own random rounding.
+
+        oneDNN is off: its recurrent layers are single operators, whose inner sums could not
+        be perturbed, and its other kernels order sums differently.
+        """
         mode = RandomRounding(self.seed * 1009 + step, self.dtype)
         mode.islands = self.islands
-        return mode
+        with torch.backends.mkldnn.flags(enabled=False), mode:
+            yield
 
 
 @dataclass

@@ -1,7 +1,9 @@
 """Random rounding: what else the same program could have computed in the same precision.
 
 Results of operators that round are moved to a neighbouring value at random, up and down
-alike, in the dtype they have. Float32 islands in a float64 case are thus perturbed as float32.
+alike, in the dtype they have. Operators that add up many terms are moved by what rounding
+each term does, which is much more than a neighbouring value where the terms cancel. Float32
+islands in a float64 case are thus perturbed as float32.
 """
 
 from __future__ import annotations
@@ -40,12 +42,24 @@ _foreach_add _foreach_sub _foreach_mul _foreach_div _foreach_addcmul _foreach_ad
 _foreach_lerp _foreach_sqrt _foreach_pow _foreach_norm _fused_adamw _fused_adam _fused_sgd
 """
 ROUNDING_OPERATORS: Final = frozenset(_NAMES.split())
+# Operators that add up products or values: the sum of squares of their terms is the operator
+# itself on squared operands.
+ADDING_OPERATORS: Final = frozenset(
+    ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "sum", "cumsum")
+    + ("convolution", "convolution_backward", "embedding_dense_backward", "index_add")
+    + ("scatter_add", "avg_pool2d", "_adaptive_avg_pool2d")
+)
+# Standard deviation of the rounding of one term, in u. A product that is rounded to nearest
+# and added with one more rounding: sqrt(2) / sqrt(3).
+TERM_DEVIATION: Final = 0.8
 # Share of elements moved. One in six by one ulp gives a variance of ulp^2 / 6, that of
 # stochastic rounding, which rounds each result up or down in proportion to its distance.
 MOVED_SHARE: Final = 1.0 / 6.0
 # Signs are drawn once and read from a random offset; drawing them per operator took two
 # thirds of the time of a perturbed step (measured on a 3-layer transformer, 2 cores).
 _POOL_SIZE: Final = 1 << 16
+# float16 overflows when values above 256 are squared.
+_SQUARABLE: Final = (torch.float32, torch.float64, torch.bfloat16)
 
 
 class RandomRounding(TorchDispatchMode):
@@ -71,6 +85,7 @@ class RandomRounding(TorchDispatchMode):
         self._pool = (draws < half).to(torch.float32) - (draws > 1 - half).to(torch.float32)
         self._offset = 0
         self._pools: dict[torch.dtype, Tensor] = {}
+        self._normal_pools: dict[torch.dtype, Tensor] = {}
 
     def __torch_dispatch__(
         self,
@@ -80,10 +95,13 @@ class RandomRounding(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run one operator and perturb its floating results in place."""
-        result = func(*args, **(kwargs or {}))
+        named = dict(kwargs or {})
+        result = func(*args, **named)
         name = func.overloadpacket.__name__
         if self._dtype == torch.float64:
             note_island(self.islands, func, result, self._dtype)
+        if name in ADDING_OPERATORS and self._perturb_terms(func, args, named, result):
+            return result
         if name.rstrip("_") in ROUNDING_OPERATORS:
             written = args[0] if result is None or name.endswith("_") else result
             if isinstance(written, Tensor):
@@ -93,6 +111,30 @@ class RandomRounding(TorchDispatchMode):
                     if isinstance(entry, Tensor):
                         self._perturb(entry)
         return result
+
+    def _perturb_terms(
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> bool:
+        """Move the results of a sum by what rounding its terms does, in place.
+
+        Returns:
+            False where the squares of the operands are out of the dtype's range or tell
+            nothing, as for complex operands.
+        """
+        results = result if isinstance(result, tuple) else (result,)
+        outputs = [value for value in results if isinstance(value, Tensor)]
+        if not all(value.dtype in _SQUARABLE for value in outputs) or "beta" in kwargs:
+            return False
+        squares = func(*[_squared(value) for value in args], **kwargs)
+        for value, square in zip(
+            results, squares if isinstance(squares, tuple) else (squares,), strict=True
+        ):
+            if isinstance(value, Tensor) and value.numel():
+                step = self._draws(value.numel(), value.dtype).reshape(value.shape)
+                step = step * square.sqrt_()
+                step.masked_fill_(value == value.round(), 0.0)
+                value.add_(step)
+        return True
 
     def _perturb(self, value: Tensor) -> None:
         """Move some elements to a neighbouring value, in place.
@@ -114,10 +156,26 @@ class RandomRounding(TorchDispatchMode):
         if dtype not in self._pools:
             scaled = self._pool.to(dtype) * (torch.finfo(dtype).eps / 2)
             self._pools[dtype] = torch.cat([scaled, scaled])
-        pool = self._pools[dtype]
+        return self._from(self._pools[dtype], count)
+
+    def _draws(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Return `count` normal draws with the deviation of one term's rounding, [count]."""
+        if dtype not in self._normal_pools:
+            draws = torch.randn(_POOL_SIZE, generator=self._generator)
+            scaled = draws.to(dtype) * (TERM_DEVIATION * torch.finfo(dtype).eps / 2)
+            self._normal_pools[dtype] = torch.cat([scaled, scaled])
+        return self._from(self._normal_pools[dtype], count)
+
+    def _from(self, pool: Tensor, count: int) -> Tensor:
+        """Return the next `count` entries of a doubled pool, [count]."""
         # An odd stride through the pool: no two operators of a step see the same signs.
         self._offset = (self._offset + 40503) % _POOL_SIZE
         if count > _POOL_SIZE:
             turns = -(-count // _POOL_SIZE)
             return pool[self._offset : self._offset + _POOL_SIZE].repeat(turns)[:count]
         return pool[self._offset : self._offset + count]
+
+
+def _squared(value: Any) -> Any:
+    """Return the square of a floating tensor; anything else unchanged."""
+    return value.square() if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -90,7 +90,9 @@ def part_of(x: Tensor, layout: Layout, coordinate: tuple[int, ...]) -> Tensor:
     for placement, index in zip(layout.placements, coordinate, strict=True):
         if isinstance(placement, Shard):
             d = placement.dim
-            split = x.reshape(*x.shape[:d], placement.outer, sum(placement.units), *x.shape[d + 1 :])
+            split = x.reshape(
+                *x.shape[:d], placement.outer, sum(placement.units), *x.shape[d + 1 :]
+            )
             own = split.narrow(d + 1, placement.offsets()[index], placement.units[index])
             x = own.reshape(*x.shape[:d], placement.local_sizes()[index], *x.shape[d + 1 :])
     return x
@@ -123,7 +125,9 @@ def partitioned(captured: Captured, name: str, ranks: int) -> fx.GraphModule:
     return mode.partition(graph, captured.model, captured.optimizer, {}, {}, (), {})
 
 
-def run_local(captured: Captured, local: fx.GraphModule, ranks: int) -> tuple[list[Any], float, Any]:
+def run_local(
+    captured: Captured, local: fx.GraphModule, ranks: int
+) -> tuple[list[Any], float, Any]:
     """Run a local graph in lock-step; return outputs, FLOPs of one rank and where they are."""
     mesh = MeshShape(("dp",), (ranks,))
     inputs: list[Any] = []
@@ -187,7 +191,9 @@ def worst_output(captured: Captured, local: fx.GraphModule, outputs: list[Any], 
     worst = (0.0, "")
     layouts = local.meta["layouts"]["outputs"]
     coordinates = MeshShape(("dp",), (ranks,)).coordinates()
-    for spec, expected, got, layout in zip(specs, captured.reference, outputs, layouts, strict=True):
+    for spec, expected, got, layout in zip(
+        specs, captured.reference, outputs, layouts, strict=True
+    ):
         if not isinstance(expected, Tensor) or _owner(spec) in noise:
             continue
         floor = 1e-6 * largest[kind(spec)]
@@ -204,7 +210,12 @@ def _owner(spec: Any) -> str:
     return name.rpartition(".")[0] if spec.kind == "state" else name
 
 
-_COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+_COLLECTIVES = (
+    "all_reduce",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_to_all_single",
+)
 
 
 def collectives(local: fx.GraphModule) -> list[tuple[str, fx.Node]]:
@@ -224,8 +235,11 @@ def source_of(node: fx.Node) -> fx.Node:
     source = node.args[0]
     keep = ("contiguous", "reshape", "constant_pad_nd", "slice", "cat", "view", "_to_copy")
     while isinstance(source, fx.Node) and source.op == "call_function":
-        if not any(source.target is getattr(torch.ops.aten, k, None) or
-                   str(source.target).startswith(f"aten.{k}.") for k in keep):
+        if not any(
+            source.target is getattr(torch.ops.aten, k, None)
+            or str(source.target).startswith(f"aten.{k}.")
+            for k in keep
+        ):
             break
         first = source.args[0]
         source = first[0] if isinstance(first, list | tuple) else first
@@ -238,7 +252,8 @@ def activation_gathers(local: fx.GraphModule, global_graph: fx.GraphModule) -> l
     names = [n.name for n in global_graph.graph.find_nodes(op="placeholder")]
     placeholders = {n for n, s in zip(names, signature.inputs, strict=True) if s.kind != "argument"}
     optimizer = {
-        n.name for n in global_graph.graph.nodes
+        n.name
+        for n in global_graph.graph.nodes
         if n.meta.get("custom", {}).get("region") == "optimizer"
     }
     found = []
@@ -284,7 +299,9 @@ def held_bytes(captured: Captured, local: fx.GraphModule) -> tuple[int, int, int
     coordinates = local.meta["mesh"].coordinates()
     held, total, largest = [0] * len(coordinates), 0, 0
     layouts = local.meta["layouts"]["inputs"]
-    for spec, value, layout in zip(captured.signature.inputs, captured.values, layouts, strict=False):
+    for spec, value, layout in zip(
+        captured.signature.inputs, captured.values, layouts, strict=False
+    ):
         if spec.kind not in ("parameter", "state"):
             continue
         size = value.numel() * value.element_size()

@@ -110,6 +110,29 @@ class Transformer(nn.Module):
         return x @ self.tokens.weight.T
 
 
+class Recurrent(nn.Module):
+    """An LSTM, which torch runs as one kernel, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(11, 6)
+        self.lstm = nn.LSTM(6, 10, batch_first=True)
+        self.head = nn.Linear(10, 5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.lstm(self.tokens(ids))[0][:, -1])
+
+
+def clipped_step(model: nn.Module, optimizer: Any, batch: Any) -> Tensor:
+    """Train once by hand, so that no split of the batch can be tried."""
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(batch[0]), batch[1])
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    return loss.detach()
+
+
 def _vectors() -> list[Tensor]:
     return [torch.randn(8, 12)]
 
@@ -140,6 +163,12 @@ CASES: dict[str, dict[str, Any]] = {
         "inputs": _masked_inputs,
         "targets": lambda: torch.randint(0, 5, (6, 6)),
         "loss": lambda output, targets: F.cross_entropy(output.flatten(0, 1), targets.flatten()),
+    },
+    "recurrent": {
+        "model": Recurrent,
+        "inputs": lambda: [torch.randint(0, 11, (8, 10))],
+        "targets": _classes,
+        "step": clipped_step,
     },
     "transformer": {
         "model": Transformer,
@@ -282,6 +311,22 @@ class InMode(Plain):
         return self.mode()
 
 
+class Unrolled(SplitContraction):
+    """Recurrent layers step by step instead of in one kernel, products in two parts."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.flags = torch.backends.mkldnn.flags(enabled=False)
+
+    def __enter__(self) -> Any:
+        self.flags.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.flags.__exit__(*error)
+
+
 @dataclass
 class MicroBatches(Plain):
     """A candidate that adds up the gradients of parts of the batch; for mean losses."""
@@ -333,6 +378,7 @@ CLEAN: dict[str, Plain] = {
     "contraction permuted": InMode("cp", PermutedContraction),
     "wider accumulation": InMode("wide", WiderAccumulation),
     "decomposed": InMode("decomposed", Decomposed),
+    "unrolled": InMode("unrolled", Unrolled),
 }
 
 

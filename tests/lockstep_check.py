@@ -94,7 +94,9 @@ def check(
     optimizer = make_optimizer(model.parameters()) if make_optimizer is not None else None
     program, inputs = captured(model, optimizer, step, batch, kwargs or {})
     expected, generator = _single_device(program, inputs)
-    _compare_with_eager(program, expected, generator, step, (model, optimizer, batch, kwargs or {}), tol)
+    _compare_with_eager(
+        program, expected, generator, step, (model, optimizer, batch, kwargs or {}), tol
+    )
     outcomes = []
     for name, mode in _instances(modes or MODES, ranks):
         outcome = _compare(program, inputs, expected, generator, name, mode)
@@ -212,7 +214,9 @@ def _compare_with_eager(
     for key, value in named.items():
         if key in given:
             found = difference(given[key].detach(), value)
-            assert found == 0, f"captured graph does not write {key}, eager changes it by {found:.2e}"
+            assert found == 0, (
+                f"captured graph does not write {key}, eager changes it by {found:.2e}"
+            )
     missing = [key for key in named if key not in given and key[0] in ("result", "gradient")]
     assert not missing, f"captured graph lacks {missing}"
 

@@ -37,7 +37,9 @@ class Replay:
 
     def __call__(self, *args, **kwargs):
         world = lift(self.function, args, kwargs, self.counters)
-        entry = self.entries.setdefault(world.static, {"mark": None, "program": None, "stable": False})
+        entry = self.entries.setdefault(
+            world.static, {"mark": None, "program": None, "stable": False}
+        )
         if entry["stable"] and self.reuse:
             try:
                 return self._run(entry["program"], world)
@@ -107,7 +109,9 @@ def snapshot(model, optimizer):
     if optimizer is not None:
         for i, group in enumerate(optimizer.param_groups):
             for j, p in enumerate(group["params"]):
-                for path, leaf in pytree.tree_flatten_with_path(dict(optimizer.state.get(p, {})))[0]:
+                for path, leaf in pytree.tree_flatten_with_path(dict(optimizer.state.get(p, {})))[
+                    0
+                ]:
                     found[f"state {i}.{j}.{path_name(path)}"] = copy.deepcopy(leaf)
             for key, value in group.items():
                 if key != "params":

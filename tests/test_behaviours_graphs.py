@@ -61,7 +61,7 @@ def test_behaviour_16_no_marker_remains_and_nodes_name_their_origin(style: str) 
         after = False
         for node in local.graph.nodes:
             after = after or node is first_call
-            if node.op == "placeholder" or after and node.op == "call_function":
+            if node.op == "placeholder" or (after and node.op == "call_function"):
                 assert str(node.meta["global"]).partition("#")[0] in known, node
                 assert node.meta["region"] in ("forward", "backward", "optimizer")
         lines = [n.meta.get("line") for n in local.graph.nodes if n.op == "call_function"]
@@ -112,6 +112,45 @@ def global_sizes(graph: fx.GraphModule, size: int) -> list[fx.Node]:
             numbers = torch.utils._pytree.tree_leaves((node.args, node.kwargs))
             found += [node] if any(type(n) is int and n == size for n in numbers) else []
     return found
+
+
+@pytest.mark.parametrize("loss", [sum_loss, mean_loss, shaped_loss])
+def test_behaviours_18_27_sizes_are_local(loss: Any) -> None:
+    """A global batch of 12 over 2 ranks: no size of any view or factory is 12.
+
+    The last layer has no bias: under a sum loss its gradient is a constant every rank makes.
+    """
+    model = nn.Sequential(nn.Linear(10, 7), nn.ReLU(), nn.Linear(7, 5, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = compiled(spmd.DataParallel("replicate"), loss)
+    for x in batches(2, rows=12):
+        step(model, optimizer, x)
+    assert global_sizes(step.program.graph, 12)
+    assert global_sizes(step.graph, 12) == []
+    assert global_sizes(step.graph, 6)
+
+
+def test_behaviour_23_expand_mode_expands_to_the_local_batch() -> None:
+    model, optimizer = built(lambda: nn.Sequential(nn.Linear(10, 10, bias=False)), sgd, warm=False)
+    step = compiled(spmd.DTensorExpandMode(), sum_loss)
+    step(model, optimizer, torch.randn(4, 10))
+    expands = step.graph.graph.find_nodes(op="call_function", target=torch.ops.aten.expand.default)
+    assert [node.args[1] for node in expands] == [[2, 10]]
+
+
+def test_behaviour_27_factories_without_a_batch_are_whole() -> None:
+    def step(model: Any, optimizer: Any, x: Tensor) -> Tensor:
+        rows, columns = torch.full((x.shape[0], 1), 2.0), torch.arange(8).float()
+        return train_step(lambda m, x: (m(x) * rows * columns).sum())(model, optimizer, x)
+
+    model, optimizer = built(mlp, sgd, warm=False)
+    run = spmd.lockstep.compile(mesh={"dp": 2})(step)
+    run(model, optimizer, batches(1, rows=12)[0])
+    full = run.graph.graph.find_nodes(op="call_function", target=torch.ops.aten.full.default)
+    assert [node.args[0] for node in full] == [[6, 1]]
+    ranges = [n for n in run.graph.graph.nodes if "arange" in str(n.target)]
+    assert ranges
+    assert all(8 in node.args for node in ranges)
 
 
 def test_behaviour_20_expand_mode_returns_the_reduced_sum() -> None:

@@ -298,7 +298,11 @@ def ema_step(model, optimizer, shadow, twin):
                 shadow[name] = 0.9 * shadow[name] + 0.1 * p
             for a, b in zip(twin.parameters(), model.parameters(), strict=True):
                 a.lerp_(b, 0.1)
-        return loss, {k: v.clone() for k, v in shadow.items()}, [p.clone() for p in twin.parameters()]
+        return (
+            loss,
+            {k: v.clone() for k, v in shadow.items()},
+            [p.clone() for p in twin.parameters()],
+        )
 
     return step
 
@@ -352,7 +356,11 @@ def test_averaged_model_of_torch():
         def step(model, optimizer, x):
             loss = train(squares)(model, optimizer, x)
             average.update_parameters(model)
-            return loss, [p.clone() for p in average.module.parameters()], average.n_averaged.clone()
+            return (
+                loss,
+                [p.clone() for p in average.module.parameters()],
+                average.n_averaged.clone(),
+            )
 
         return step
 
@@ -522,7 +530,12 @@ def test_results_of_every_kind():
         if isinstance(result, dict) and "output" in result:
             assert type(result["output"]) is Output
             assert result["output"].nothing is None
-            tensors = [result["output"].loss, result["output"].extra, result["parameter"], result["same"]]
+            tensors = [
+                result["output"].loss,
+                result["output"].extra,
+                result["parameter"],
+                result["same"],
+            ]
             return [v.detach() for v in torch.utils._pytree.tree_leaves([result["pair"], tensors])
                     if isinstance(v, torch.Tensor)]  # fmt: skip
         return result
@@ -535,7 +548,11 @@ def test_results_of_every_kind():
 def test_arguments_of_every_kind():
     def step(model, optimizer, batch, pair, *, scale, flag, mask=None):
         optimizer.zero_grad()
-        loss = squares(model, batch["x"]["deep"][0]) * scale + pair.first.sum() + batch["holder"].loss.sum()
+        loss = (
+            squares(model, batch["x"]["deep"][0]) * scale
+            + pair.first.sum()
+            + batch["holder"].loss.sum()
+        )
         if flag == "on":
             loss = loss + model(pair.second).sum()
         if mask is not None:
@@ -602,7 +619,10 @@ def test_frozen_tied_unused_and_foreign_parameters():
     def build():
         model = Tied()
         other = nn.Parameter(torch.ones(3))
-        groups = [{"params": [model.a.weight], "lr": 0.1}, {"params": [model.scalar, other, model.b.bias]}]
+        groups = [
+            {"params": [model.a.weight], "lr": 0.1},
+            {"params": [model.scalar, other, model.b.bias]},
+        ]
         return model, torch.optim.Adam(groups, lr=0.01)
 
     check(build, train(squares))
@@ -642,7 +662,12 @@ def test_every_random_draw_is_eager_s():
         keep = torch.bernoulli(torch.full_like(x, 0.5))
         pick = torch.multinomial(torch.ones(3), 2)
         y = model(F.dropout(x * keep + noise, 0.3)[order])
-        return y.square().sum() + F.gumbel_softmax(y).sum() + y[:, pick].sum() + torch.randint(9, ()).item()
+        return (
+            y.square().sum()
+            + F.gumbel_softmax(y).sum()
+            + y[:, pick].sum()
+            + torch.randint(9, ()).item()
+        )
 
     check(linear(), train(loss_of))
 
@@ -652,7 +677,9 @@ def test_sizes_from_data_are_guarded():
         y = model(x)
         mask = x[:, 0] > 0
         picked = y[mask]
-        values, inverse, counts = torch.unique((x * 2).round().long(), return_inverse=True, return_counts=True)
+        values, inverse, counts = torch.unique(
+            (x * 2).round().long(), return_inverse=True, return_counts=True
+        )
         again = torch.repeat_interleave(y, mask.long() + 1, dim=0)
         hot = F.one_hot((x[:, 0].abs() * 3).long())
         count = torch.bincount((x[:, 1].abs() * 3).long())

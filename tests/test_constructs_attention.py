@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from constructs import Body, Construct, parameter, parametrise, run, tensor
+from torch import Tensor, nn
 
 
 @pytest.fixture(autouse=True)
@@ -55,8 +54,10 @@ def rotary(x: Tensor) -> Tensor:
 
 def complex_rotary(x: Tensor) -> Tensor:
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
-    turn = torch.polar(torch.ones(x.shape[-2], pairs.shape[-1]),
-                       torch.arange(x.shape[-2] * 1.0)[:, None].expand(-1, pairs.shape[-1]))
+    turn = torch.polar(
+        torch.ones(x.shape[-2], pairs.shape[-1]),
+        torch.arange(x.shape[-2] * 1.0)[:, None].expand(-1, pairs.shape[-1]),
+    )
     return torch.view_as_real(pairs * turn).flatten(-2)  # fmt: skip
 
 
@@ -149,7 +150,9 @@ def multihead(**options: Any) -> Any:
     return lambda: nn.MultiheadAttention(8, 2, batch_first=True, **options)
 
 
-def multi(name: str, call: Any, batch: Any = None, sizes: Any = (7, 2), **options: Any) -> Construct:
+def multi(
+    name: str, call: Any, batch: Any = None, sizes: Any = (7, 2), **options: Any
+) -> Construct:
     def model() -> nn.Module:
         return Body(lambda m, x, *more: call(m.a, x, *more), a=multihead(**options)())
 

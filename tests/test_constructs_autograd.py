@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from constructs import Body, Construct, parameter, parametrise, run, score, tensor
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-from constructs import Body, Construct, parameter, parametrise, run, score, sgd, tensor
 
 
 @pytest.fixture(autouse=True)
@@ -209,6 +208,7 @@ AUTOGRAD = [
     Construct("two-losses", two, tensor(4), two_losses),
     Construct("in-place", lambda: Body(in_place, a=nn.Linear(4, 6)), tensor(4), sizes=(8, 7, 2)),
 ]  # fmt: skip
+
 
 def seeded(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
     """The state is read, the generator seeded, and put back."""

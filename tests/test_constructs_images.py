@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-
 from constructs import Body, Construct, parametrise, run, tensor
+from torch import nn
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +44,9 @@ POOLS = [
     image("maxpool2d-ceil-dilated", lambda x: F.max_pool2d(x, 2, 2, 0, 2, ceil_mode=True), 6, 6),
     image("maxpool3d", lambda x: F.max_pool3d(x, 2), 4, 4, 4),
     image("avgpool1d", lambda x: F.avg_pool1d(x, 2), 6),
-    image("avgpool2d", lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False), 5, 5, sizes=(7, 2)),
+    image(
+        "avgpool2d", lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False), 5, 5, sizes=(7, 2)
+    ),
     image("avgpool3d", lambda x: F.avg_pool3d(x, 2), 4, 4, 4),
     image("adaptive-avg1d", lambda x: F.adaptive_avg_pool1d(x, 3), 5),
     image("adaptive-avg2d", lambda x: F.adaptive_avg_pool2d(x, (2, 3)), 5, 5, sizes=(7, 2)),
@@ -56,7 +57,9 @@ POOLS = [
     image("adaptive-max3d", lambda x: F.adaptive_max_pool3d(x, (2, 1, 2)), 3, 3, 3),
     image("lppool1d", lambda x: F.lp_pool1d(x.exp(), 3, 2), 6),
     image("lppool2d", lambda x: F.lp_pool2d(x.exp(), 2, 2), 4, 4),
-    image("fractional2d", lambda x: F.fractional_max_pool2d(x, 2, output_size=2), 5, 5, sizes=(7, 2)),
+    image(
+        "fractional2d", lambda x: F.fractional_max_pool2d(x, 2, output_size=2), 5, 5, sizes=(7, 2)
+    ),
     image("fractional3d", lambda x: F.fractional_max_pool3d(x, 2, output_size=2), 4, 4, 4),
     image("unpool1d", unpooled(F.max_pool1d, F.max_unpool1d), 6),
     image("unpool2d", unpooled(F.max_pool2d, F.max_unpool2d), 4, 4, sizes=(7, 2)),

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from constructs import Body, Construct, parameter, parametrise, run, tensor
+from torch import Tensor, nn
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +18,9 @@ def _float64() -> Any:
     torch.set_default_dtype(torch.float32)
 
 
-def indexed(name: str, function: Any, batch: Any = None, sizes: Any = (7, 2), **options: Any) -> Construct:
+def indexed(
+    name: str, function: Any, batch: Any = None, sizes: Any = (7, 2), **options: Any
+) -> Construct:
     """A linear layer of 6 outputs, then `function(output, *inputs)`."""
     return Construct(
         name, lambda: Body(lambda m, x, *more: function(m.a(x), *more), a=nn.Linear(4, 6)),
@@ -195,8 +196,11 @@ ROUTING = [
     Construct("top-k-routing", routed(top_k_routing), tensor(4), sizes=(8, 7, 2)),
     Construct("capacity-routing", routed(capacity_routing), tensor(4), gathers=True),
     Construct("expert-choice", routed(expert_choice), tensor(4), gathers=True),
-    Construct("codebook", lambda: Body(
-        lambda m, x: codebook(m, m.a(x)), a=nn.Linear(4, 3), codes=parameter(5, 3)), tensor(4)),
+    Construct(
+        "codebook",
+        lambda: Body(lambda m, x: codebook(m, m.a(x)), a=nn.Linear(4, 3), codes=parameter(5, 3)),
+        tensor(4),
+    ),
 ]
 
 SIZED = [

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from constructs import Body, Construct, parametrise, run, tensor
 from torch import nn
 from torch.nn.utils import parametrizations
-
-from constructs import Body, Construct, parameter, parametrise, run, tensor
 
 
 @pytest.fixture(autouse=True)
@@ -168,13 +167,17 @@ ACTIVATIONS += [
     Construct("softmin", linear_then(lambda: nn.Softmin(-1)), tensor(4), sizes=(7,)),
     Construct("log-softmax", linear_then(lambda: nn.LogSoftmax(-1)), tensor(4), sizes=(7,)),
     Construct("softmax-over-batch", linear_then(lambda: nn.Softmax(0)), tensor(4), gathers=True),
-    Construct("softmax2d", lambda: nn.Sequential(nn.Conv2d(1, 3, 1), nn.Softmax2d()), tensor(1, 2, 2)),
+    Construct(
+        "softmax2d", lambda: nn.Sequential(nn.Conv2d(1, 3, 1), nn.Softmax2d()), tensor(1, 2, 2)
+    ),
     Construct("threshold", linear_then(lambda: nn.Threshold(0.1, -3.0)), tensor(4), sizes=(7,)),
 ]
 
 
 @parametrise(RECURRENT + CONVOLUTIONS)
-def test_recurrent_layers_and_convolutions_equal_one_device(construct: Construct, size: int) -> None:
+def test_recurrent_layers_and_convolutions_equal_one_device(
+    construct: Construct, size: int
+) -> None:
     run(construct, size)
 
 

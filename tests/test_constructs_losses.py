@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from constructs import Body, Construct, parametrise, run, tensor
 from torch import Tensor, nn
-
-from constructs import Body, Construct, parameter, parametrise, run, tensor
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +67,9 @@ def tokens(x: Tensor, target: Tensor, **options: Any) -> Tensor:
     return F.cross_entropy(x.flatten(0, 1), target.flatten(), **options)
 
 
-def ctc(x: Tensor, target: Tensor, input_lengths: Tensor, lengths: Tensor, **options: Any) -> Tensor:
+def ctc(
+    x: Tensor, target: Tensor, input_lengths: Tensor, lengths: Tensor, **options: Any
+) -> Tensor:
     return F.ctc_loss(x.transpose(0, 1).log_softmax(-1), target, input_lengths, lengths, **options)
 
 

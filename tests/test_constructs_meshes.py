@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from constructs import Body, Construct, parameter, run, sgd, tensor, train
+from lockstep_check import check
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
-from constructs import Body, parameter, run, sgd, tensor, train
-from constructs import Construct
-from lockstep_check import check
 from spmd.mesh import MeshShape
 from spmd.parallel_mode import DTensorExpandMode
 
@@ -95,7 +94,10 @@ def test_expansion_on_two_axes_equals_one_device(model: str, placements: str, si
     make, batch = MODELS[model]
     inputs, parameters = PLACEMENTS[placements]
     modes = [
-        (name, DTensorExpandMode(mesh=mesh, input_placements=inputs, parameter_placements=parameters))
+        (
+            name,
+            DTensorExpandMode(mesh=mesh, input_placements=inputs, parameter_placements=parameters),
+        )
         for name, mesh in MESHES.items()
     ]
     torch.manual_seed(size)

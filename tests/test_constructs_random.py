@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from constructs import Body, Construct, parametrise, run, tensor
+from torch import Tensor, nn
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +24,11 @@ def random(name: str, function: Any, *shape: int, sizes: Any = (7, 2), **options
              3: lambda: nn.Conv3d(2, 3, 1)}[len(shape)]  # fmt: skip
     batch = tensor(2, *shape) if shape else tensor(4)
     return Construct(
-        name, lambda: Body(lambda m, x: function(m.layer(x)), layer=layer()), batch, sizes=sizes, **options
+        name,
+        lambda: Body(lambda m, x: function(m.layer(x)), layer=layer()),
+        batch,
+        sizes=sizes,
+        **options,
     )
 
 

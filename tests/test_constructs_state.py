@@ -11,11 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
-from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-
 from constructs import Body, Construct, parameter, parametrise, run, score, sgd, tensor, train
 from lockstep_check import check
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +105,9 @@ def averaged(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
 def with_average(**options: Any) -> Any:
     def make() -> nn.Module:
         online = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
-        return Body(lambda m, x: m.online(x), online=online, average=AveragedModel(online, **options))
+        return Body(
+            lambda m, x: m.online(x), online=online, average=AveragedModel(online, **options)
+        )
 
     return make
 

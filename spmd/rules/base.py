@@ -232,6 +232,4 @@ def general_rule(condition: Callable[[Any], bool]) -> Callable[[RuleMaker], Rule
 def aligned(shape: Sequence[int], ndim: int, out_shape: Sequence[int]) -> list[Label | None]:
     """Label the dims of a broadcast operand: label i is output dim i; size-1 dims have none."""
     shift = ndim - len(shape)
-    return [
-        (i + shift) if size == out_shape[i + shift] else None for i, size in enumerate(shape)
-    ]
+    return [(i + shift) if size == out_shape[i + shift] else None for i, size in enumerate(shape)]

@@ -20,7 +20,11 @@ def _cut_backward(call: Call) -> Rule:
     assert out is not None
     dim = call.argument("dim") % out.dim()
     labels = [None if i == dim else i for i in range(out.dim())]
-    grads = labels if call.target == aten.slice_backward.default else [i for i in labels if i is not None]
+    grads = (
+        labels
+        if call.target == aten.slice_backward.default
+        else [i for i in labels if i is not None]
+    )
 
     def local(emitter: Any, call: Call, args: list[Any], kwargs: Any, layouts: Any) -> None:
         args[1] = emitter.sizes(tuple(out.shape), layouts[0])

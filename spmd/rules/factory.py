@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-import spmd.ops  # noqa: F401  (defines the operators named below)
-import spmd.random_state  # noqa: F401
+import spmd.ops
+import spmd.random_state
 import spmd.substitutes  # noqa: F401
 from spmd.rules.base import Call, DimRule, Rule, Whole, general_rule, rule
 

@@ -28,7 +28,9 @@ def _embedding_backward(call: Call) -> Rule:
         # Counts over the whole batch divide each row: no part knows them.
         return DimRule([[None] * index.dim() + ["d"], [None] * index.dim()], [[None, "d"]])
     free = [f"i{d}" for d in range(index.dim())]
-    return DimRule([[*free, "d"], free], [[None, "d"]], {i: "sum" for i in free}, (frozenset((0,)),))
+    return DimRule(
+        [[*free, "d"], free], [[None, "d"]], dict.fromkeys(free, "sum"), (frozenset((0,)),)
+    )
 
 
 @rule(aten.gather.default)
@@ -240,7 +242,10 @@ def _index_put(call: Call) -> Rule:
     if not call.argument("accumulate"):
         # Later positions overwrite earlier ones, so only rows counted in order are free.
         free = {dims.new[new] for new in dims.counted.values()}
-        whole = [[None if isinstance(m, str) and m not in free else m for m in labels] for labels in inputs]
+        whole = [
+            [None if isinstance(m, str) and m not in free else m for m in labels]
+            for labels in inputs
+        ]
         return _Lookup(whole, [whole[0]], local_args=_local_rows(dims))
     return _AccumulateAt(inputs, [dims.source], dims.new, _local_rows(dims))
 

@@ -69,9 +69,7 @@ def _moved(dim: int, x: Tensor, out: Tensor) -> int | None:
     if any(n != 1 for i, n in enumerate(x.shape) if i != dim):
         # Constant along other real dims already: only a plain expansion keeps the order.
         shift = out.dim() - x.dim()
-        same = shift >= 0 and all(
-            n in (1, out.shape[i + shift]) for i, n in enumerate(x.shape)
-        )
+        same = shift >= 0 and all(n in (1, out.shape[i + shift]) for i, n in enumerate(x.shape))
         return dim + shift if same and out.shape[dim + shift] == size else None
     places = [i for i, n in enumerate(out.shape) if n == size]
     if out.numel() == size:

@@ -81,7 +81,7 @@ def _layer_norm_backward(call: Call) -> Rule:
         inputs.append(lead[: operand.dim()] if is_statistic else [None] * operand.dim())
     free = [label for label in lead if label is not None]
     outputs = _masked(call, [lead, [None] * inner, [None] * inner])
-    return DimRule(inputs, outputs, {label: "sum" for label in free})
+    return DimRule(inputs, outputs, dict.fromkeys(free, "sum"))
 
 
 def _masked(call: Call, outputs: list[Any]) -> list[Any]:
@@ -186,7 +186,11 @@ def _batch_first(call: Call) -> Rule | None:
         return DimRule([labels], [labels], linear=(frozenset((0,)),))
     batch = call.operands[0].shape[0]
     tensors = (*call.operands, *(o for o in call.outputs if o is not None))
-    if call.target in (aten.im2col.default, aten.col2im.default) and call.operands[0].dim() == 3 and call.target == aten.im2col.default:
+    if (
+        call.target in (aten.im2col.default, aten.col2im.default)
+        and call.operands[0].dim() == 3
+        and call.target == aten.im2col.default
+    ):
         return None
     if any(t.dim() < 3 or t.shape[0] != batch for t in tensors):
         return None

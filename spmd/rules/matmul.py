@@ -73,4 +73,4 @@ def _trilinear(call: Call) -> Rule | None:
     summed = set(call.argument("sumdim"))
     output = [i for i in range(ndim) if i not in summed]
     linear = tuple(frozenset((i,)) for i in range(3))
-    return DimRule(inputs, [output], {i: "sum" for i in summed}, linear)
+    return DimRule(inputs, [output], dict.fromkeys(summed, "sum"), linear)

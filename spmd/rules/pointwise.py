@@ -20,6 +20,7 @@ _LINEAR_EACH = {aten.mul.Tensor}
 _LINEAR_FIRST = {
     aten.neg.default, aten.mul.Scalar, aten.div.Scalar, aten.div.Tensor, aten.clone.default,
     aten.real.default, aten.imag.default, aten.conj.default, aten._conj.default,
+    aten._neg_view.default,
     aten.masked_fill.Scalar,
 }  # fmt: skip
 
@@ -81,7 +82,7 @@ def _pointwise(call: Call) -> Rule | None:
     aten.sigmoid_backward, aten.tanh_backward, aten.silu_backward, aten.mish_backward,
     aten.logit_backward, aten.log_sigmoid_backward, aten.softshrink_backward,
     aten.hardshrink_backward, aten.rsub, aten.polar, aten.complex, aten.view_as,
-    aten.isclose, aten._conj, aten.real, aten.imag, aten.resolve_conj, aten.resolve_neg,
+    aten.isclose, aten._conj, aten._neg_view, aten.real, aten.imag, aten.resolve_conj, aten.resolve_neg,
     aten.floor_divide, aten.clamp, aten.prelu, aten._prelu_kernel, aten._prelu_kernel_backward,
     aten.nan_to_num, aten.heaviside, aten.log_sigmoid_forward, aten.bitwise_not,
     aten.glu_jvp, aten.igamma, aten.igammac, aten.lerp, aten.isin.Tensor_Scalar,
@@ -93,7 +94,9 @@ def _listed_pointwise(call: Call) -> Rule | None:
     if call.target in (aten.log_sigmoid_forward.default,):
         # The second output is a buffer that is empty on CPU; never sharded.
         x = list(range(call.operands[0].dim()))
-        out = [x if o is not None and o.shape == call.operands[0].shape else [] for o in call.outputs]
+        out = [
+            x if o is not None and o.shape == call.operands[0].shape else [] for o in call.outputs
+        ]
         return DimRule([x], out) if all(out) else None
     return _pointwise(call)
 

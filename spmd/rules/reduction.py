@@ -42,10 +42,12 @@ def _reduction(call: Call) -> Rule:
     op: Any = _REDUCE_OP[name]
     output = _kept(labels, dims, bool(call.argument("keepdim", False)))
     linear = (frozenset((0,)),) if name == "sum" else ()
-    return DimRule([labels], [output], {i: op for i in dims}, linear)
+    return DimRule([labels], [output], dict.fromkeys(dims, op), linear)
 
 
-def _scanned(call: Call, dims: list[int], keepdim: bool | None = None, linear: bool = False) -> Rule:
+def _scanned(
+    call: Call, dims: list[int], keepdim: bool | None = None, linear: bool = False
+) -> Rule:
     """Dims of `dims` whole; outputs drop them if `keepdim` is False, keep them otherwise."""
     x = call.operands[0]
     whole = {d % max(x.dim(), 1) for d in dims}
@@ -114,7 +116,7 @@ class VectorNorm(Rule):
         if self.order > 0:
             op: Any = "max" if self.order == float("inf") else "sum"
             labels = list(range(call.operands[0].dim()))
-            reduce = DimRule([labels], [self.output], {i: op for i in self.dims})
+            reduce = DimRule([labels], [self.output], dict.fromkeys(self.dims, op))
             for candidate in reduce.candidates(call, placements, num_ranks):
                 if isinstance(candidate.outputs[0], Partial):
                     yield candidate
@@ -156,4 +158,3 @@ def _distances_backward(call: Call) -> Rule | None:
     return DimRule(
         [pair, [*batch, "p", None], [*batch, "r", None], pair], [[*batch, "p", None]], {"r": "sum"}
     )
-

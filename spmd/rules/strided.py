@@ -59,7 +59,9 @@ class Strided(Rule):
         if call.target == aten.as_strided.default:
             local = emitter.sizes(tuple(size), layouts[0])
             geometry = (local, list(stride), offset)
-            return emitter.call(runtime.read_strided, (args[0], shape, list(x.stride()), *geometry), {})
+            return emitter.call(
+                runtime.read_strided, (args[0], shape, list(x.stride()), *geometry), {}
+            )
         geometry = (list(size), list(stride), offset)
         return emitter.call(
             runtime.write_strided, (args[0], args[1], shape, list(x.stride()), *geometry), {}

@@ -72,7 +72,11 @@ def _view(call: Call) -> Rule:
 @rule(aten.view.dtype)
 def _view_dtype(call: Call) -> Rule | None:
     x, out = call.operands[0], call.outputs[0]
-    return DimRule([[*range(x.dim() - 1), None]], [[*range(x.dim() - 1), None]]) if out is not None and x.dim() else None
+    return (
+        DimRule([[*range(x.dim() - 1), None]], [[*range(x.dim() - 1), None]])
+        if out is not None and x.dim()
+        else None
+    )
 
 
 def plain(inputs: list[Any], outputs: list[Any], local: Any = None) -> Rule:
@@ -196,9 +200,7 @@ def _unbind(call: Call) -> Rule:
 def _pad(call: Call) -> Rule:
     x = call.operands[0]
     pad = list(call.argument("pad"))
-    touched = {
-        x.dim() - 1 - i // 2 for i, amount in enumerate(pad) if amount != 0
-    }
+    touched = {x.dim() - 1 - i // 2 for i, amount in enumerate(pad) if amount != 0}
     labels = [None if i in touched else i for i in range(x.dim())]
     linear = SELF if call.argument("value") in (0, 0.0, None) else ()
     return DimRule([labels], [labels], linear=linear)
@@ -272,6 +274,11 @@ def _triangle(call: Call) -> Rule:
 @rule(aten.sum_to_size, aten.native_channel_shuffle, aten.pixel_shuffle, aten.pixel_unshuffle)
 def _leading(call: Call) -> Rule | None:
     x, out = call.operands[0], call.outputs[0]
-    if out is None or x.dim() != 4 or x.shape[0] != out.shape[0] or call.target == aten.sum_to_size.default:
+    if (
+        out is None
+        or x.dim() != 4
+        or x.shape[0] != out.shape[0]
+        or call.target == aten.sum_to_size.default
+    ):
         return None
     return DimRule([[0, None, None, None]], [[0, None, None, None]], linear=SELF)
