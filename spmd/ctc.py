@@ -32,13 +32,13 @@ def _forward(
     return loss, torch.nn.functional.pad(alpha, (0, missing))
 
 
-def _fake_forward(log_probs: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _fake_forward(log_probs: Tensor, targets: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     steps, batch = log_probs.shape[:2]
     alpha = log_probs.new_empty((batch, steps, 2 * targets.shape[1] + 1))
     return log_probs.new_empty((batch,)), alpha
 
 
-def _backward(
+def _backward(  # noqa: PLR0913 (the operator's arguments)
     grad: Tensor, log_probs: Tensor, targets: Tensor, input_lengths: Tensor,
     target_lengths: Tensor, loss: Tensor, alpha: Tensor, blank: int, zero_infinity: bool,
 ) -> Tensor:  # fmt: skip
@@ -68,9 +68,9 @@ define(
     f"ctc_loss_backward(Tensor grad, Tensor log_probs, Tensor targets, {_LENGTHS}, "
     "Tensor loss, Tensor alpha, int blank, bool zero_infinity) -> Tensor",
     _backward,
-    lambda grad, log_probs, *rest: torch.empty_like(log_probs),
+    lambda _grad, log_probs, *_: torch.empty_like(log_probs),
 )
-define("within(Tensor x, SymInt limit) -> Tensor", _within, lambda x, limit: torch.empty_like(x))
+define("within(Tensor x, SymInt limit) -> Tensor", _within, lambda x, _limit: torch.empty_like(x))
 
 Real = Callable[[Tensor], Tensor]
 
@@ -86,7 +86,7 @@ def _as_tensor(lengths: Any) -> Tensor:
     return lengths if isinstance(lengths, Tensor) else torch.tensor(lengths)
 
 
-def traced_forward(
+def traced_forward(  # noqa: PLR0913 (the operator's arguments)
     log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0,
     zero_infinity: bool = False, *, measure: Callable[..., int], real: Real,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -110,7 +110,7 @@ def traced_forward(
     return own.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
 
 
-def traced_backward(
+def traced_backward(  # noqa: PLR0913 (the operator's arguments)
     grad: Tensor, log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any,
     loss: Tensor, alpha: Tensor, blank: int, zero_infinity: bool = False,
 ) -> Tensor:  # fmt: skip

@@ -325,7 +325,9 @@ class _Expansion:
                 size = fake.numel() * fake.dtype.itemsize
                 cost += 1e-3 * (size / num_ranks if isinstance(placement, Shard) else size)
                 cost += 1e-4 * size * isinstance(placement, Partial) + 1e-6
-        cost += 2 * _growth(candidate, values, call.outputs)
+        if call.node.name not in self.plan.gradients:
+            # A finished gradient is reduced where it stands, so that it is bucketed.
+            cost += 2 * _growth(candidate, values, call.outputs)
         work = sum(v.bytes for v in values)
         divided = any(isinstance(p, Shard) for p in candidate.inputs)
         return cost + 1e-3 * (work / num_ranks if divided else work)

@@ -181,9 +181,9 @@ class _Indexing:
             if along is None:
                 continue
             new = along + len(self.shape) - index.meta["val"].dim()
-            if index.meta["val"].shape[along] == x.shape[dim] == self.shape[new]:
-                if new not in found.values():
-                    found[dim] = new
+            same_size = index.meta["val"].shape[along] == x.shape[dim] == self.shape[new]
+            if same_size and new not in found.values():
+                found[dim] = new
         return found
 
     def index_labels(self) -> list[list[Label | None]]:
@@ -235,7 +235,7 @@ def _index_put(call: Call) -> Rule:
     """Kept dims are free; with accumulate, a split of the positions gives a partial sum."""
     x, values = call.operands[0], call.operands[-1]
     dims = _Indexing(x, call.argument("indices"))
-    shape = [s for s in _result_shape(x, dims)]
+    shape = _result_shape(x, dims)
     raw = aligned(values.shape, len(shape), shape)
     source = [None if i is None else dims.result[i] for i in raw]
     inputs = [dims.source, *dims.index_labels(), source]
