@@ -1,12 +1,12 @@
 """Sweep the engine over Hugging Face types: every mode, in lock-step, against one device.
 
     python reports/engine_sweep.py [--types gpt2,llama] [--plan quick|full|float32] [--out DIR]
-    python reports/engine_sweep.py --table DIR
+    python reports/engine_sweep.py --table [--plan full] [--out DIR]
 
 Prints one line per type and case and writes one JSON file per type and plan. `quick` is
 batch 8 on 4 ranks; `full` adds 2 ranks and the uneven batches 7 and 2 on 4 ranks, all in
 float64; `float32` is batch 8 on 4 ranks in float32. `--table` prints what the files of a
-folder say, one row per type.
+plan say, one row per type.
 """
 
 from __future__ import annotations
@@ -107,13 +107,54 @@ def _sweep_case(captured: Captured, mode: str, ranks: int) -> dict[str, Any]:
     return result
 
 
+def table(folder: Path, plan: str) -> str:
+    """Return a Markdown table of a plan's files: one row per type, the worst over its cases."""
+    lines = [
+        "| type | nodes | ms/node | worst error | where | fallbacks | FLOPs x 4 ranks | undetermined |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    calls, fallen, refused, halves = 0, 0, 0, 0
+    for name in rules()["types"]:
+        path = folder / f"{plan}-{name}.json"
+        row = json.loads(path.read_text()) if path.exists() else {"refused": "not run"}
+        if row.get("refused"):
+            refused += 1
+            lines.append(f"| {name} | refused: {row['refused'][:60]} | | | | | | |")
+            continue
+        cases = row["cases"]
+        worst = max(cases, key=lambda case: case["error"])
+        fell = max(cases, key=lambda case: sum(case["fallbacks"].values()))
+        ratio = max(c["flops_ratio"] for c in cases if c["ranks"] == 4 and c["batch"] == 8)
+        calls += fell["calls"]
+        fallen += sum(fell["fallbacks"].values())
+        halves += ratio <= 0.5
+        speed = min(c["capture_s"] + c["partition_s"] for c in cases) / cases[0]["nodes"]
+        where = (
+            f"{worst['where']} ({worst['mode']}, batch {worst['batch']}, {worst['ranks']} ranks)"
+        )
+        lines.append(
+            f"| {name} | {cases[0]['nodes']} | {1e3 * speed:.2f} | {worst['error']:.1e} | {where} | "
+            f"{fell['fallbacks'] or 'none'} | {4 * ratio:.2f} | {worst['undetermined']} |"
+        )
+    lines.append("")
+    lines.append(
+        f"Refused {refused}; fallbacks {fallen} of {calls} operator calls; at most half of the "
+        f"global FLOPs per rank at 4 ranks: {halves} types."
+    )
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Run the sweep of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--types", default="")
     parser.add_argument("--plan", default="quick", choices=list(PLANS))
     parser.add_argument("--out", default="/tmp/engine_sweep")
+    parser.add_argument("--table", action="store_true", help="print what the files say")
     options = parser.parse_args()
+    if options.table:
+        print(table(Path(options.out), options.plan))
+        return
     torch.set_num_threads(1)
     folder = Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
