@@ -207,6 +207,6 @@ def drawn_models() -> st.SearchStrategy[DrawnModel]:
             st.sampled_from((1, 1, 1, 2)),
             st.sampled_from(("before", "before", "after", "zeros", "never")),
             st.booleans(),
-            st.sampled_from((0, 1)),
+            st.sampled_from((1, 1, 0)),
         ),
     )  # fmt: skip

@@ -1,9 +1,10 @@
 """Run a drawn model under the engine's four styles in lock-step and compare with eager.
 
-The step is captured once per call number and shared by the styles. After each step every
-rank's part of every value is compared with its part of what eager has: result, parameters,
-buffers, optimizer state, gradients; the random generator's state bitwise. What eager itself
-cannot determine - measured by runs with random rounding - is not judged, but counted.
+The step is captured once for all styles, and once more where its first call makes state.
+After each step every rank's part of every value is compared with its part of what eager has:
+result, parameters, buffers, optimizer state, gradients; the random generator's state bitwise.
+What eager itself cannot determine - measured by runs with random rounding - is not judged, but
+counted.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def check_drawn(
             expected, floors = _reference(drawn, built)
         except (RuntimeError, ValueError) as refusal:
             raise Undrawable(str(refusal).split("\n")[0][:60]) from refusal
-        captures = lockstep.CaptureCache()
+        captures = _Once() if drawn.training.warm else lockstep.CaptureCache()
         for style in styles:
             try:
                 run = _Run(
@@ -201,6 +202,31 @@ def _copied(model: Any, optimizer: Any, result: Any) -> Values:
 
 
 # -- one style -----------------------------------------------------------------------------
+
+
+class _AnyCall(dict[Any, Any]):
+    """Entries by what follows the call number in their keys."""
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key[1:])  # type: ignore[index]
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(key[1:])
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key[1:], value)
+
+
+class _Once(lockstep.CaptureCache):
+    """One capture for all calls: right for steps that find at each call what they leave.
+
+    Half of the time goes into captures. A warm model has its state and gradients from the
+    first call on, and drawn steps keep nothing in Python.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.programs = _AnyCall()
 
 
 class _Run:
