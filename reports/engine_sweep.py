@@ -110,7 +110,7 @@ def _sweep_case(captured: Captured, mode: str, ranks: int) -> dict[str, Any]:
 def table(folder: Path, plan: str) -> str:
     """Return a Markdown table of a plan's files: one row per type, the worst over its cases."""
     lines = [
-        "| type | nodes | ms/node | worst error | where | fallbacks | FLOPs x 4 ranks | undetermined |",
+        "| type | nodes | ms/node | worst error | where | fallbacks | FLOPs x 4 | undetermined |",
         "|---|---|---|---|---|---|---|---|",
     ]
     calls, fallen, refused, halves = 0, 0, 0, 0

@@ -22,6 +22,7 @@ from spmd.guards import ValuedShapeEnv
 from spmd.lifting import World, tensor_of
 from spmd.program import Program, Signature
 from spmd.python_values import symbolic_functions
+from spmd.questions import compiled_as_written
 from spmd.recorder import Recorder
 
 __all__ = ["Program", "capture"]
@@ -58,6 +59,7 @@ def capture(
     with ExitStack() as stack:
         stack.enter_context(_without_mkldnn())
         stack.enter_context(symbolic_functions())
+        stack.enter_context(compiled_as_written())
         stack.enter_context(_generator_kept())
         stack.enter_context(idle_conversions())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))

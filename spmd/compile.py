@@ -363,7 +363,8 @@ class RankStep(CompiledStep):
     def _store_state(self, world: World, name: str, value: Any, layout: Layout) -> None:
         parameters = {s.name: s for s in world.specs if s.kind == "parameter"}
         owner = owner_of(name, parameters)
-        assert owner is not None and world.optimizer is not None
+        assert owner is not None
+        assert world.optimizer is not None
         parameter = self._parameter(world, owner)
         if isinstance(value, Tensor) and value.dim():
             sharded = not layout.is_replicated

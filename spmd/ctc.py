@@ -38,7 +38,7 @@ def _fake_forward(log_probs: Tensor, targets: Tensor, *_: Any) -> tuple[Tensor, 
     return log_probs.new_empty((batch,)), alpha
 
 
-def _backward(  # noqa: PLR0913 (the operator's arguments)
+def _backward(
     grad: Tensor, log_probs: Tensor, targets: Tensor, input_lengths: Tensor,
     target_lengths: Tensor, loss: Tensor, alpha: Tensor, blank: int, zero_infinity: bool,
 ) -> Tensor:  # fmt: skip
@@ -86,7 +86,7 @@ def _as_tensor(lengths: Any) -> Tensor:
     return lengths if isinstance(lengths, Tensor) else torch.tensor(lengths)
 
 
-def traced_forward(  # noqa: PLR0913 (the operator's arguments)
+def traced_forward(
     log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0,
     zero_infinity: bool = False, *, measure: Callable[..., int], real: Real,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -110,7 +110,7 @@ def traced_forward(  # noqa: PLR0913 (the operator's arguments)
     return own.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
 
 
-def traced_backward(  # noqa: PLR0913 (the operator's arguments)
+def traced_backward(
     grad: Tensor, log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any,
     loss: Tensor, alpha: Tensor, blank: int, zero_infinity: bool = False,
 ) -> Tensor:  # fmt: skip

@@ -113,7 +113,7 @@ class DataParallel(PassPipelineMode):
             return replicated(1) if dim is None or own else sharded_on(0, 1, dim, shape[dim], ranks)
 
         plan = plan_layouts(
-            gm, mesh, lambda name, shape: self.parameter_layout(shape, ranks), argument
+            gm, mesh, lambda _, shape: self.parameter_layout(shape, ranks), argument
         )
         plan.compute = {i: replicated(1) for i, _ in signature.of_kind("parameter")}
         plan.regather = self.reshard_after_forward

@@ -7,6 +7,7 @@ rank is computed once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -195,7 +196,8 @@ def reduced(parts: list[Tensor], op: str) -> Tensor:
 
 
 def _chunk_elements(elements: int, element_bytes: int, ranks: int) -> int:
-    segment = -(-(-(-elements * element_bytes // (2 * ranks))) // element_bytes) * element_bytes
+    bytes_ = math.ceil(elements * element_bytes / (2 * ranks))
+    segment = math.ceil(bytes_ / element_bytes) * element_bytes
     if segment == 0:
         return elements
     segments = -(-max(-(-elements * element_bytes // segment), 2 * ranks) // ranks) * ranks

@@ -47,7 +47,7 @@ class Shadow:
 
     def __init__(self, graph: fx.Graph, root: Any, fetch: Callable[[int], Any]) -> None:
         self._graph, self._root, self._fetch = graph, root, fetch
-        self._full = _Prefix(lambda value: True)
+        self._full = _Prefix(lambda _: True)
         self._small = _Prefix(lambda value: not isinstance(value, Tensor) or value.numel() <= 1)
 
     def value(self, node: fx.Node) -> Any:

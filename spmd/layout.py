@@ -93,7 +93,7 @@ class Layout:
 
     def replace(self, axis: int, placement: Placement) -> Layout:
         """Return this layout with another placement on mesh axis `axis`."""
-        return Layout(self.placements[:axis] + (placement,) + self.placements[axis + 1 :])
+        return Layout((*self.placements[:axis], placement, *self.placements[axis + 1 :]))
 
 
 def replicated(num_axes: int) -> Layout:

@@ -190,7 +190,8 @@ class LockstepStep(CompiledStep):
             raise InternalError(f"input {name!r} was written with another shape {whole.shape}")
         elif kind == "state":
             owner = owner_of(name, {s.name: s for s in world.specs if s.kind == "parameter"})
-            assert owner is not None and world.optimizer is not None
+            assert owner is not None
+            assert world.optimizer is not None
             path = name.removeprefix(f"{owner}.")
             set_state(world.optimizer.state[_parameter(world, owner)], path, whole.clone())
         else:

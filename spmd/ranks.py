@@ -172,8 +172,8 @@ class ProcessRanks:
             if len(row) != len(everyone[longest]):
                 extra = everyone[longest][len(row)]
                 raise UsageError(
-                    f"Rank {longest} has {extra[0]}, rank {rank} has not. Every rank must build the "
-                    "same model and optimizer and pass the same arguments.",
+                    f"Rank {longest} has {extra[0]}, rank {rank} has not. Every rank must build "
+                    "the same model and optimizer and pass the same arguments.",
                     "ranks-differ",
                 )
 
@@ -276,7 +276,7 @@ class ProcessRanks:
         return same_mesh and value.placements == self.placements(layout, tuple(value.shape))
 
     def adopted(self, parameter: Tensor, layout: Layout) -> nn.Parameter:
-        """Return the DTensor parameter for a plain one, its gradient, hooks and attributes with it."""
+        """Return the DTensor parameter for a plain one, with its gradient, hooks, attributes."""
         shape = tuple(parameter.shape)
         held = self.held(self.part(parameter.detach(), layout).clone(), layout, shape)
         fresh = nn.Parameter(held, requires_grad=parameter.requires_grad)
@@ -298,10 +298,11 @@ class ProcessRanks:
         }
         for node in graph.graph.nodes:
             target = node.target
-            if isinstance(target, torch._ops.OpOverload) and target.namespace == "_c10d_functional":
-                if node.args[-1] in names:
-                    node.meta["axis"] = node.args[-1]
-                    node.args = (*node.args[:-1], names[node.args[-1]])
+            is_operator = isinstance(target, torch._ops.OpOverload)
+            is_collective = is_operator and target.namespace == "_c10d_functional"
+            if is_collective and node.args[-1] in names:
+                node.meta["axis"] = node.args[-1]
+                node.args = (*node.args[:-1], names[node.args[-1]])
         for axis, index in zip(self.mesh.names, self.coordinate, strict=True):
             setattr(graph, coordinate_name(axis), index)
         graph.recompile()
@@ -345,8 +346,8 @@ def _refuse_different(items: Sequence[Any]) -> None:
     for rank, item in enumerate(items):
         if item != items[0]:
             raise UsageError(
-                f"Rank 0 has {_text(items[0])}, rank {rank} has {_text(item)}. Every rank must build "
-                "the same model and optimizer and pass the same arguments.",
+                f"Rank 0 has {_text(items[0])}, rank {rank} has {_text(item)}. Every rank must "
+                "build the same model and optimizer and pass the same arguments.",
                 "ranks-differ",
             )
 

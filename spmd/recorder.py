@@ -11,7 +11,12 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, track_tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -21,9 +26,10 @@ from spmd.guards import Guards, Shadow
 from spmd.intercept import fused_optimizer, sized_call
 from spmd.lifting import World, world_parameters
 from spmd.program import Lifted, OutputSpec, Write
+from spmd.questions import Questions, printable_numbers, untraceable
 from spmd.random_state import generator_in_graph
 from spmd.results import packed, path_name
-from spmd.source_lines import user_line
+from spmd.source_lines import refusals_kept, user_line
 from spmd.substitutes import Substitutes, substitute
 from spmd.swapping import Aftermath, is_fake, swapped, with_outputs
 
@@ -84,7 +90,9 @@ class Recorder(TorchDispatchMode):
             for value, stand_in in zip(self.world.values, inputs, strict=True)
             if isinstance(value, Tensor)
         }
-        with self, Substitutes(), Formatted(), generator_in_graph():
+        with (
+            self, Substitutes(), Formatted(), Questions(), printable_numbers(), generator_in_graph()
+        ):  # fmt: skip
             stand_ins: list[Any] = list(inputs)
             for position, spec in enumerate(self.world.specs):
                 if spec.kind == "hyper":
@@ -96,7 +104,8 @@ class Recorder(TorchDispatchMode):
             ]
             args, kwargs = pytree.tree_unflatten(flat, self.world.args_spec)
             with swapped(self.world, stand_ins) as self.after, self._watched(stand_ins):
-                result = function(*args, **kwargs)
+                with refusals_kept():
+                    result = function(*args, **kwargs)
             return self._collect(result, stand_ins)
 
     @contextmanager
@@ -168,16 +177,28 @@ class Recorder(TorchDispatchMode):
             return self._item(args[0], from_tensor=self._numbers_read)
         if func is aten.equal.default:
             return self._equal(*args)
+        if func is aten.allclose.default:
+            return bool(self._item(aten.isclose.default(*args, **kwargs).all(), from_tensor=True))
         out = substitute(func, args, kwargs)
         if out is NotImplemented:
             out = sized_call(func, args, kwargs, self._real)
         if out is NotImplemented:
             out = fused_optimizer(func, args, kwargs)
         if out is NotImplemented:
+            args, kwargs = self._sizes_known(func, args, kwargs)
             self._forget_constants(func, args, kwargs)
-            out = func(*args, **kwargs)
+            try:
+                out = func(*args, **kwargs)
+            except _UNTRACEABLE as error:
+                raise untraceable(func, error) from error
         self._annotate()
         return out
+
+    def _sizes_known(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Replace symbols that are sizes or positions by their values, which are guarded."""
+        kinds = _size_arguments(func)
+        args = tuple(_plain_sizes(a) if i in kinds else a for i, a in enumerate(args))
+        return args, {k: _plain_sizes(v) if k in kinds else v for k, v in kwargs.items()}
 
     def _forget_constants(self, func: Any, args: Any, kwargs: Any) -> None:
         """Take their constant value from tensors that meet a symbolic number or a list.
@@ -289,6 +310,32 @@ class Recorder(TorchDispatchMode):
                 entry,
             )
         return outputs.values
+
+
+_UNTRACEABLE = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+@functools.lru_cache(maxsize=4096)
+def _size_arguments(func: Any) -> frozenset[int | str]:
+    """Return positions and names of the arguments that are sizes or positions.
+
+    The ends of `arange` and `linspace` are numbers that decide a size.
+    """
+    ranges = func.overloadpacket in (aten.arange, aten.linspace, aten.logspace, aten.range)
+    found: set[int | str] = set()
+    for position, argument in enumerate(func._schema.arguments):
+        kind = str(argument.real_type)
+        if kind in ("int", "Optional[int]", "List[int]") or (ranges and kind == "number"):
+            found |= {position, argument.name}
+    return frozenset(found)
+
+
+def _plain_sizes(value: Any) -> Any:
+    if isinstance(value, torch.SymInt):
+        return int(value)
+    if isinstance(value, torch.SymFloat):
+        return float(value)
+    return [_plain_sizes(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 class _Outputs:

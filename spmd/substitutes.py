@@ -63,11 +63,12 @@ def _fill_diagonal_(x: Tensor, value: float, wrap: bool = False) -> Any:
     if wrap and x.dim() == 2 and x.shape[0] > x.shape[1]:
         return NotImplemented
     first = torch.arange(x.shape[0], device=x.device).view([-1] + [1] * (x.dim() - 1))
+    diagonal = torch.ones([1] * x.dim(), dtype=torch.bool, device=x.device)
     for dim in range(1, x.dim()):
         shape = [1] * x.dim()
         shape[dim] = -1
         same = first == torch.arange(x.shape[dim], device=x.device).view(shape)
-        diagonal = same if dim == 1 else diagonal & same
+        diagonal = diagonal & same
     return x.masked_fill_(diagonal, value)
 
 

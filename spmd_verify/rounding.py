@@ -45,9 +45,11 @@ ROUNDING_OPERATORS: Final = frozenset(_NAMES.split())
 # Operators that add up products or values: the sum of squares of their terms is the operator
 # itself on squared operands.
 ADDING_OPERATORS: Final = frozenset(
-    ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "sum", "cumsum")
-    + ("convolution", "convolution_backward", "embedding_dense_backward", "index_add")
-    + ("scatter_add", "avg_pool2d", "_adaptive_avg_pool2d")
+    (
+        *("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "sum", "cumsum"),
+        *("convolution", "convolution_backward", "embedding_dense_backward", "index_add"),
+        *("scatter_add", "avg_pool2d", "_adaptive_avg_pool2d"),
+    )
 )
 # Standard deviation of the rounding of one term, in u. A product that is rounded to nearest
 # and added with one more rounding: sqrt(2) / sqrt(3).

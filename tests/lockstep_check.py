@@ -207,7 +207,7 @@ def _compare_with_eager(
         if key in named:
             found = difference(value, named.pop(key))
             assert found <= tol, (
-                f"captured graph: output '{spec.kind} {spec.name}' differs from eager by {found:.2e}"
+                f"captured graph: '{spec.kind} {spec.name}' differs from eager by {found:.2e}"
             )
     specs = program.graph.meta["signature"].inputs
     given = {(s.kind, s.name): v for s, v in zip(specs, program.world.values, strict=False)}

@@ -118,9 +118,10 @@ def global_sizes(graph: fx.GraphModule, size: int) -> list[fx.Node]:
 def test_behaviours_18_27_sizes_are_local(loss: Any) -> None:
     """A global batch of 12 over 2 ranks: no size of any view or factory is 12.
 
-    The last layer has no bias: under a sum loss its gradient is a constant every rank makes.
+    The net ends in a non-linear operator: the gradient of a bare sum is a constant, and what
+    is computed of constants and parameters alone stays whole on every rank.
     """
-    model = nn.Sequential(nn.Linear(10, 7), nn.ReLU(), nn.Linear(7, 5, bias=False))
+    model = nn.Sequential(nn.Linear(10, 7), nn.ReLU(), nn.Linear(7, 5), nn.Tanh())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = compiled(spmd.DataParallel("replicate"), loss)
     for x in batches(2, rows=12):

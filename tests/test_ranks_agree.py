@@ -191,10 +191,10 @@ def test_python_arguments_that_differ_are_refused(on_ranks: Ranks) -> None:
 
 def global_batches_differ() -> list[str]:
     x = batches(1)[0]
-    told = []
-    for mine in (x + dist.get_rank(), x[: 8 - dist.get_rank()]):
-        told.append(text_of(step_for(batch="global"), *built(mlp, sgd, warm=False), mine))
-    return told
+    return [
+        text_of(step_for(batch="global"), *built(mlp, sgd, warm=False), mine)
+        for mine in (x + dist.get_rank(), x[: 8 - dist.get_rank()])
+    ]
 
 
 def test_a_global_batch_that_differs_is_refused(on_ranks: Ranks) -> None:

@@ -33,7 +33,7 @@ class BucketGradientReductions:
     name: str = "bucket_gradient_reductions"
 
     def apply(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """Return the graph with its gradient reductions joined, in place; the pipeline recompiles it."""
+        """Return the graph with its gradient reductions joined; the caller recompiles it."""
         graph = graph_module.graph
         order = {node: i for i, node in enumerate(graph.nodes)}
         buckets: dict[Any, list[fx.Node]] = {}

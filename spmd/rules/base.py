@@ -114,8 +114,8 @@ class DimRule(Rule):
         local_args: Rewrites arguments that state sizes, in place.
     """
 
-    inputs: list[Labels]
-    outputs: list[Labels]
+    inputs: Sequence[Labels]
+    outputs: Sequence[Labels]
     reduce: dict[Label, ReduceOp] = field(default_factory=dict)
     linear: Sequence[frozenset[int]] = ()
     local_args: LocalArgs | None = None

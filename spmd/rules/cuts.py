@@ -169,7 +169,7 @@ class SliceBackward(DimRule):
 
     def emit(self, emitter: Any, call: Call, args: Any, kwargs: Any, layouts: Any) -> Any:
         """Pad along the cut dim where it is split, else call the operator."""
-        dim, size, start, end = self._bounds(call)
+        dim, _, start, end = self._bounds(call)
         out = call.outputs[0]
         assert out is not None
         for axis, placement in enumerate(layouts[0].placements):

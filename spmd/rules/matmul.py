@@ -67,7 +67,7 @@ def _trilinear(call: Call) -> Rule | None:
     """Sum over dims of a product of three broadcast operands (nn.Bilinear)."""
     ndim = call.operands[0].dim() + len(call.argument("expand1"))
     inputs = []
-    for operand, name in zip(call.operands, ("expand1", "expand2", "expand3"), strict=True):
+    for _, name in zip(call.operands, ("expand1", "expand2", "expand3"), strict=True):
         expanded = set(call.argument(name))
         inputs.append([i for i in range(ndim) if i not in expanded])
     summed = set(call.argument("sumdim"))

@@ -42,9 +42,9 @@ class Pointwise(DimRule):
 def _linear(call: Call) -> tuple[frozenset[int], ...]:
     target, count = call.target, len(call.operands)
     out = next((o for o in call.outputs if o is not None), None)
-    if out is None or not (out.dtype.is_floating_point or out.dtype.is_complex):
-        if target not in _JOINTLY_LINEAR:
-            return ()
+    is_rounding = out is not None and (out.dtype.is_floating_point or out.dtype.is_complex)
+    if not is_rounding and target not in _JOINTLY_LINEAR:
+        return ()
     if target in _JOINTLY_LINEAR:
         # A Python number beside one tensor would be added once per rank.
         return (frozenset(range(count)),) if count == 2 else ()
@@ -82,7 +82,8 @@ def _pointwise(call: Call) -> Rule | None:
     aten.sigmoid_backward, aten.tanh_backward, aten.silu_backward, aten.mish_backward,
     aten.logit_backward, aten.log_sigmoid_backward, aten.softshrink_backward,
     aten.hardshrink_backward, aten.rsub, aten.polar, aten.complex, aten.view_as,
-    aten.isclose, aten._conj, aten._neg_view, aten.real, aten.imag, aten.resolve_conj, aten.resolve_neg,
+    aten.isclose, aten._conj, aten._neg_view, aten.real, aten.imag, aten.resolve_conj,
+    aten.resolve_neg,
     aten.floor_divide, aten.clamp, aten.prelu, aten._prelu_kernel, aten._prelu_kernel_backward,
     aten.nan_to_num, aten.heaviside, aten.log_sigmoid_forward, aten.bitwise_not,
     aten.glu_jvp, aten.igamma, aten.igammac, aten.lerp, aten.isin.Tensor_Scalar,

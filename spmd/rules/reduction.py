@@ -12,7 +12,8 @@ from spmd.rules.base import Call, DimRule, Label, Rule, rule
 aten = torch.ops.aten
 
 _REDUCE_OP = {"sum": "sum", "nansum": "sum", "count_nonzero": "sum", "amax": "max", "amin": "min",
-              "max": "max", "min": "min", "any": "max", "all": "min", "_is_any_true": "max", "_is_all_true": "min"}  # fmt: skip
+              "max": "max", "min": "min", "any": "max", "all": "min",
+              "_is_any_true": "max", "_is_all_true": "min"}  # fmt: skip
 
 
 def reduced_dims(call: Call, ndim: int) -> list[int]:
@@ -150,7 +151,7 @@ def _distances(call: Call) -> Rule | None:
 
 @rule(aten._cdist_backward)
 def _distances_backward(call: Call) -> Rule | None:
-    grad, x, y, distance = call.operands
+    _, x, y, _ = call.operands
     if x.shape[:-2] != y.shape[:-2]:
         return None
     batch = [f"b{i}" for i in range(x.dim() - 2)]
