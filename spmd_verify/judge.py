@@ -15,14 +15,7 @@ import torch
 from spmd_verify.cause import Evidence, exact_norm, find_cause
 from spmd_verify.compare import Statistics
 from spmd_verify.merge import Merged, TensorKey, by_tensor, merge
-from spmd_verify.record import (
-    Cause,
-    Exercised,
-    FirstDivergence,
-    Row,
-    WorstElement,
-    WorstTensor,
-)
+from spmd_verify.record import Cause, Exercised, FirstDivergence, Row, WorstElement, WorstTensor
 from spmd_verify.store import Entry, FloorInfo, Store
 from spmd_verify.verdict import ANCHORED_STAGES, STAGES, Verdict, cell_verdict, limit, row_verdict
 
