@@ -102,7 +102,7 @@ def _listed_pointwise(call: Call) -> Rule | None:
     return _pointwise(call)
 
 
-@rule(aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like)
+@rule(aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.zero.default)
 def _like(call: Call) -> Rule:
     return _Like(call, _linear(call))
 
