@@ -122,8 +122,8 @@ def _group_norm_backward(call: Call) -> Rule:
 
 _SPATIAL = {
     1: (aten.avg_pool1d, aten.upsample_nearest1d, aten.upsample_linear1d,
-        aten._upsample_nearest_exact1d, aten.reflection_pad1d, aten.replication_pad1d, aten.max_pool1d_with_indices,
-        aten.adaptive_avg_pool1d),
+        aten._upsample_nearest_exact1d, aten.reflection_pad1d, aten.replication_pad1d,
+        aten.max_pool1d_with_indices, aten.adaptive_avg_pool1d),
     2: (aten.avg_pool2d, aten.max_pool2d_with_indices, aten._adaptive_avg_pool2d, aten.max_unpool2d,
         aten.adaptive_max_pool2d, aten.upsample_nearest2d, aten.upsample_bilinear2d,
         aten.upsample_bicubic2d, aten._upsample_nearest_exact2d, aten._upsample_bilinear2d_aa,
