@@ -95,10 +95,13 @@ class _Walk:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.env.__getitem__)
             return target(*args, **kwargs)
         results = PerRank()
+        before = torch.get_rng_state() if _draws_alike(node) else None
         for rank in range(len(self.coordinates)):
             args, kwargs = fx.node.map_arg(
                 (node.args, node.kwargs), lambda n, r=rank: _pick(self.env[n], r)
             )
+            if before is not None:
+                torch.set_rng_state(before)
             results.append(target(*args, **kwargs))
         return results
 
@@ -127,6 +130,14 @@ class _Walk:
         if len(groups) == 1 and all(r is results[0] for r in results):
             return results[0]
         return results
+
+
+def _draws_alike(node: fx.Node) -> bool:
+    """Whether every rank draws the same numbers, each from a generator in the same state."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    layout = node.meta.get("layout")
+    return layout is None or layout.is_replicated
 
 
 def _run_collective(name: str, parts: list[Tensor], args: Any) -> list[Tensor]:

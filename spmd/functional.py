@@ -16,6 +16,7 @@ from spmd import ops
 from spmd.decompositions import TABLE
 from spmd.dense_views import reshape_views
 from spmd.guards import Guards, Shadow
+from spmd.normalization import native_batch_norm
 from spmd.program import InputSpec, OutputSpec, Signature
 
 aten = torch.ops.aten
@@ -119,6 +120,10 @@ class _MetaInterpreter(fx.Interpreter):
             proxies = pytree.tree_map(lambda a: _proxy_of(a, tracer), args)
             tracer.create_proxy("call_function", ops.check_value, proxies, {})
             return None
+        if target is aten.native_batch_norm.default:
+            # Writes its running statistics, but its schema does not say so: decomposed above
+            # functionalization, a second call in the step reads what the first wrote.
+            return native_batch_norm(*args, **kwargs)
         return super().call_function(target, args, kwargs)
 
 
