@@ -133,7 +133,8 @@ def table(folder: Path, plan: str) -> str:
             f"{worst['where']} ({worst['mode']}, batch {worst['batch']}, {worst['ranks']} ranks)"
         )
         lines.append(
-            f"| {name} | {cases[0]['nodes']} | {1e3 * speed:.2f} | {worst['error']:.1e} | {where} | "
+            f"| {name} | {cases[0]['nodes']} | {1e3 * speed:.2f} | "
+            f"{worst['error']:.1e} | {where} | "
             f"{fell['fallbacks'] or 'none'} | {4 * ratio:.2f} | {worst['undetermined']} |"
         )
     lines.append("")

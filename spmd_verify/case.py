@@ -37,9 +37,11 @@ from spmd_verify.model_build import (
     cast_module,
     check_model,
     construct,
+    dtypes_changed_by_forward,
     forward_parameters,
     is_lazy,
     materialise,
+    named_tensors,
     positional_names,
     required_names,
 )
@@ -111,6 +113,15 @@ class LoadedCase:
             CaseError: `constructor-raised`, `missing-constructor-arguments`,
                 `not-a-module`, `sparse-gradient`, `nothing-trainable`.
         """
+        settled = self._settled_dtypes if self.dtype != torch.get_default_dtype() else {}
+        model = self._cast_model()
+        for name, tensor in named_tensors(model):
+            if name in settled:
+                tensor.data = tensor.data.to(settled[name])
+        check_model(model, self.address)
+        return model
+
+    def _cast_model(self) -> nn.Module:
         seed_all(self.seed)
         model = construct(self.hooks, where=self.address, path=self.path)
         if any(is_lazy(tensor) for tensor in model.parameters()):
@@ -118,8 +129,18 @@ class LoadedCase:
             args, kwargs, _ = self.split(batch)
             materialise(model, args, kwargs, path=self.path)
         cast_module(model, self.dtype)
-        check_model(model, self.address)
         return model
+
+    @functools.cached_property
+    def _settled_dtypes(self) -> dict[str, torch.dtype]:
+        """Return what a first forward casts back: a router that wants float32, say.
+
+        Done before the first step it is no part of any step, whatever the style.
+        """
+        model = self._cast_model()
+        args, kwargs, _ = self.split(self.batch(0))
+        with self.factory_mode():
+            return dtypes_changed_by_forward(model, args, kwargs, path=self.path)
 
     @functools.cached_property
     def forward_parameters(self) -> dict[str, inspect.Parameter]:

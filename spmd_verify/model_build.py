@@ -9,6 +9,7 @@ from torch import nn
 
 from spmd_verify import refusals
 from spmd_verify.batches import cast_tensor
+from spmd_verify.errors import CaseError
 from spmd_verify.hooks import Case
 from spmd_verify.user_code import UserCode
 
@@ -103,6 +104,32 @@ def materialise(
     ):
         model(*args, **kwargs)
     model.train()
+
+
+def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return the parameters and buffers of a model by name."""
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def dtypes_changed_by_forward(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, path: str
+) -> dict[str, torch.dtype]:
+    """Return the dtype of every parameter and buffer that an eval forward converts.
+
+    A forward that raises converts nothing here: the reference run reports it.
+    """
+    before = {name: tensor.dtype for name, tensor in named_tensors(model)}
+    model.eval()
+    try:
+        with (
+            UserCode("The forward", path=path, slug="forward-raised"),
+            torch.no_grad(),
+        ):
+            model(*args, **kwargs)
+    except CaseError:
+        return {}
+    after = named_tensors(model)
+    return {name: tensor.dtype for name, tensor in after if before.get(name) != tensor.dtype}
 
 
 def check_model(model: nn.Module, where: str) -> None:
