@@ -15,7 +15,8 @@ import torch
 from spmd_verify.cause import Evidence, exact_norm, find_cause
 from spmd_verify.compare import Statistics
 from spmd_verify.merge import Merged, TensorKey, by_tensor, merge
-from spmd_verify.record import Cause, Exercised, FirstDivergence, Row, WorstElement, WorstTensor
+from spmd_verify.record import Cause, Exercised, FirstDivergence, Row, WorstTensor
+from spmd_verify.rows import Fit, blank_row, count, growth, ratio_of, worst_row
 from spmd_verify.store import Entry, FloorInfo, Store
 from spmd_verify.verdict import ANCHORED_STAGES, STAGES, Verdict, cell_verdict, limit, row_verdict
 
@@ -94,12 +95,12 @@ def judge(
         if first is None
         else FirstDivergence(step=first.step, stage=first.stage, tensor=first.name),
         cause=None if first is None else first.cause,
-        worst=_worst(rows),
-        counts={verdict: n for verdict in Verdict if (n := _count(rows, verdict))},
+        worst=worst_row(rows),
+        counts={verdict: n for verdict in Verdict if (n := count(rows, verdict))},
         exercised=exercised,
         undetermined_reason=next((str(reason) for reason in reasons if reason), None),
         undetermined_elements=undetermined,
-        growth=_growth(rows, store.index.steps),
+        growth=growth(rows, store.index.steps),
         notes=judging.notes,
     )
 
@@ -188,7 +189,7 @@ class _Judging:
         shown = (run, entry.step, entry.stage) in self.seen
         floor = FloorInfo(noise=0.0, scale=0.0)
         if not shown or not entry.has_signal or entry.stage in ("loss", "eval_outputs"):
-            row = _row(entry, run, Merged(), floor)
+            row = blank_row(entry, run, Merged(), floor)
             row.verdict = Verdict.NOT_EXERCISED
             row.unknown["reason"] = "no rank showed it"
             return row
@@ -200,7 +201,7 @@ class _Judging:
         if merged.problems:
             due = merged.problems[0]
             if entry.stage == "module_outputs" or due.startswith("a reduction is still due"):
-                row = _row(entry, run, merged, floor)
+                row = blank_row(entry, run, merged, floor)
                 row.verdict, row.unknown["reason"] = Verdict.UNDETERMINED, due
                 return row
             return self.mismatch(entry, run, merged, floor)
@@ -228,22 +229,22 @@ class _Judging:
             row = self.mismatch(entry, run, merged, floor)
             fit.show(row)
             return row
-        row = _row(entry, run, merged, floor)
+        row = blank_row(entry, run, merged, floor)
         row.error, row.verdict = fit.error, verdict
-        row.ratio = _ratio(fit.error, floor.noise)
+        row.ratio = ratio_of(fit.error, floor.noise)
         if reason and verdict == Verdict.UNDETERMINED:
             row.unknown["reason"] = reason
         if floor.undetermined_elements:
             row.unknown["undetermined_elements"] = floor.undetermined_elements
         return row
 
-    def against_floor(self, entry: Entry, run: str, merged: Merged, floor: FloorInfo) -> _Fit:
+    def against_floor(self, entry: Entry, run: str, merged: Merged, floor: FloorInfo) -> Fit:
         """Measure a tensor by both norms and say why its floor decides nothing, if so."""
         key = (run, entry.step, entry.stage, entry.name)
         noise_rows = self.store.rows("noise", *key)
         whole = float(merged.squares.sum().sqrt())
         if noise_rows is None or not len(noise_rows):
-            return _Fit(whole, floor.noise, reason=floor.reason)
+            return Fit(whole, floor.noise, reason=floor.reason)
         errors = merged.squares.sqrt()
         ratios = torch.where(errors > 0, errors / noise_rows, 0.0)
         row = int(ratios.argmax())
@@ -256,7 +257,7 @@ class _Judging:
                 f"only rounding decides the update of {floor.undetermined_elements} of {count} "
                 f"elements: their gradients are zero within noise; a probe with SGD would decide"
             )
-        return _Fit(
+        return Fit(
             error=float(decided.sum().sqrt()),
             noise=floor.noise,
             row=row,
@@ -268,7 +269,7 @@ class _Judging:
 
     def mismatch(self, entry: Entry, run: str, merged: Merged, floor: FloorInfo) -> Row:
         """Return the row of a tensor that differs, with its cause."""
-        row = _row(entry, run, merged, floor)
+        row = blank_row(entry, run, merged, floor)
         row.verdict = Verdict.MISMATCH
         row.ranks = [_rank(coordinate, self.axes) for coordinate in merged.ranks]
         known = self.store.entry(entry.step, entry.stage, entry.name) is not None
@@ -317,58 +318,6 @@ class _Judging:
         return int(row.unknown.get("undetermined_elements", 0))
 
 
-@dataclass
-class _Fit:
-    """A tensor's error beside its noise, by the tensor norm and by its worst row."""
-
-    error: float
-    noise: float
-    row: int = 0
-    row_error: float = 0.0
-    row_noise: float = 0.0
-    row_ratio: float = 0.0
-    reason: str | None = None
-
-    def show(self, row: Row) -> None:
-        """Put the norm that decided into a row, in place."""
-        row.error, row.ratio = self.error, _ratio(self.error, self.noise)
-        if self.row_ratio > row.ratio:
-            row.error, row.noise, row.ratio = self.row_error, self.row_noise, self.row_ratio
-            row.unknown["row"] = self.row
-
-
-def _ratio(error: float, noise: float) -> float:
-    """Return error / noise; 0 for no error, inf for an error where there is no noise."""
-    return 0.0 if error == 0.0 else error / noise if noise > 0.0 else math.inf
-
-
-def _row(entry: Entry, run: str, merged: Merged, floor: FloorInfo) -> Row:
-    """Return a row with everything but its verdict."""
-    error = math.inf if merged.non_finite else float(merged.squares.sum().sqrt())
-    worst = merged.worst
-    return Row(
-        name=entry.name,
-        aliases=list(entry.aliases),
-        stage=entry.stage,
-        step=entry.step,
-        run=run,
-        shape=list(entry.shape),
-        dtype=entry.dtype,
-        layout=merged.layout,
-        verdict="",
-        error=error,
-        noise=floor.noise,
-        ratio=_ratio(error, floor.noise),
-        max_ulp=merged.max_ulp,
-        worst=None
-        if worst is None
-        else WorstElement(
-            index=list(worst.worst_index or []), actual=worst.actual, expected=worst.expected
-        ),
-        unknown={"scale": floor.scale},
-    )
-
-
 def _settle_module_outputs(rows: list[Row]) -> None:
     """Let a module output be a mismatch only where a later stage of its step is one, in place."""
     place = STAGES.index("module_outputs")
@@ -390,53 +339,6 @@ def _mark_downstream(rows: list[Row], first: Row | None) -> None:
     for row in rows:
         if first is not None and row is not first and row.verdict == Verdict.MISMATCH:
             row.downstream_of = f"step {first.step}, {first.stage}, {first.name}"
-
-
-def _worst(rows: Sequence[Row]) -> WorstTensor | None:
-    """Return the row with the largest error / noise among those that were measured."""
-    judged = [
-        row
-        for row in rows
-        if row.verdict in (Verdict.ROUNDING, Verdict.MISMATCH) and row.ratio is not None
-    ]
-    if not judged:
-        return None
-    row = max(judged, key=lambda row: (row.verdict == Verdict.MISMATCH, row.ratio))
-    return WorstTensor(
-        tensor=row.name,
-        stage=row.stage,
-        step=row.step,
-        error=row.error or 0.0,
-        noise=row.noise or 0.0,
-        ratio=row.ratio or 0.0,
-    )
-
-
-def _growth(rows: Sequence[Row], steps: int) -> list[float]:
-    """Return, per step, the largest error / noise of parameters that were measured."""
-    return [
-        max(
-            (row.ratio or 0.0)
-            for row in [*_of(rows, step), Row(name="", stage="", step=step, verdict="")]
-        )
-        for step in range(steps)
-    ]
-
-
-def _of(rows: Sequence[Row], step: int) -> list[Row]:
-    """Return the parameter rows of a step whose ratio says something."""
-    return [
-        row
-        for row in rows
-        if row.step == step
-        and row.stage == "parameters"
-        and row.verdict in (Verdict.ROUNDING, Verdict.MISMATCH)
-    ]
-
-
-def _count(rows: Sequence[Row], verdict: Verdict) -> int:
-    """Count rows by verdict."""
-    return sum(row.verdict == verdict for row in rows)
 
 
 def _rank(coordinate: Sequence[int], axes: Mapping[str, int]) -> int:

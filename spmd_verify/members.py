@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from spmd_verify.case import LoadedCase
 from spmd_verify.norms import as_real
-from spmd_verify.rounding import RandomRounding
+from spmd_verify.rounding import RandomRounding, without_onednn
 from spmd_verify.trajectory import StepRecord, named_parameters, optimizers_of
 
 Gradients = dict[str, Tensor]
@@ -85,7 +85,7 @@ class Rounded(Plain):
         """
         mode = RandomRounding(self.seed * 1009 + step, self.dtype)
         mode.islands = self.islands
-        with torch.backends.mkldnn.flags(enabled=False), mode:
+        with without_onednn(), mode:
             yield
 
 

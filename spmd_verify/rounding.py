@@ -8,7 +8,8 @@ islands in a float64 case are thus perturbed as float32.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -176,6 +177,17 @@ class RandomRounding(TorchDispatchMode):
             turns = -(-count // _POOL_SIZE)
             return pool[self._offset : self._offset + _POOL_SIZE].repeat(turns)[:count]
         return pool[self._offset : self._offset + count]
+
+
+@contextmanager
+def without_onednn() -> Iterator[None]:
+    """Turn oneDNN off; `torch.backends.mkldnn.flags` would also change what it does not name."""
+    before = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.enabled = before
 
 
 def _squared(value: Any) -> Any:

@@ -24,6 +24,7 @@ from spmd_verify.hooks import Case
 from spmd_verify.judge import Judgement, judge
 from spmd_verify.members import Plain
 from spmd_verify.noise import measure
+from spmd_verify.rounding import without_onednn
 from spmd_verify.single import Reference, SingleDevice, make_reference
 from spmd_verify.store import Store, write_store
 from spmd_verify.trajectory import Observed, StepRecord, Trajectory, named_parameters
@@ -316,7 +317,7 @@ class Unrolled(SplitContraction):
 
     def __init__(self) -> None:
         super().__init__(2)
-        self.flags = torch.backends.mkldnn.flags(enabled=False)
+        self.flags = without_onednn()
 
     def __enter__(self) -> Any:
         self.flags.__enter__()
