@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
 from spmd import lockstep
+from spmd.ops import check_value
 from spmd.parallel_mode import DataParallel, DTensorExpandMode
 from spmd_verify.drawn import Built, DrawnModel, build, float64_default
 from spmd_verify.rounding import RandomRounding
@@ -205,16 +206,20 @@ def _copied(model: Any, optimizer: Any, result: Any) -> Values:
 
 
 class _AnyCall(dict[Any, Any]):
-    """Entries by what follows the call number in their keys."""
+    """Programs for every call number, but those specialised on a number of their call."""
 
     def __contains__(self, key: object) -> bool:
-        return super().__contains__(key[1:])  # type: ignore[index]
+        return self.get(key) is not None
 
     def __getitem__(self, key: Any) -> Any:
-        return super().__getitem__(key[1:])
+        return self.get(key)
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        super().__setitem__(key[1:], value)
+    def get(self, key: Any, default: Any = None) -> Any:
+        return super().get(key, super().get(key[1:], default))
+
+    def __setitem__(self, key: Any, program: Any) -> None:
+        is_special = any(n.target is check_value for n in program.graph.graph.nodes)
+        super().__setitem__(key if is_special else key[1:], program)
 
 
 class _Once(lockstep.CaptureCache):
