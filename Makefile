@@ -5,7 +5,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 WORKERS ?= 2
 
-.PHONY: help setup lint format types test test-fast all
+.PHONY: help setup lint format types test test-fast table all
 
 help:  ## show this text
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | sort
@@ -29,5 +29,8 @@ test:  ## all tests
 
 test-fast:  ## tests without the slow ones and without real ranks
 	$(PYTHON) -m pytest -n $(WORKERS) -m 'not slow and not dist' tests
+
+table:  ## examples and Hugging Face types under the engine's styles; goes on where it was stopped
+	PYTHONPATH=. $(PYTHON) reports/table.py
 
 all: lint types test  ## what CI runs

@@ -20,6 +20,7 @@ from spmd.conversions import idle_conversions
 from spmd.functional import functional_graph
 from spmd.guards import ValuedShapeEnv
 from spmd.lifting import World, tensor_of
+from spmd.overlap import refuse_shared_memory
 from spmd.program import Program, Signature
 from spmd.python_values import symbolic_functions
 from spmd.questions import compiled_as_written
@@ -70,6 +71,7 @@ def capture(
         )(*fakes)
         signature = Signature(list(world.specs), list(recorder.outputs))
         graph, captured = functional_graph(traced, fakes, signature, fetch)
+    refuse_shared_memory(signature, [*world.values, *captured])
     graph.meta["signature"] = signature
     after = recorder.after
     return Program(

@@ -69,7 +69,7 @@ def untraceable(func: Any, error: Exception) -> CaptureError:
 def printable_numbers() -> Iterator[None]:
     """Let the step format numbers it does not know: a log line must not end the capture."""
     original: Callable[..., str] | None = vars(torch.SymFloat).get("__format__")
-    torch.SymFloat.__format__ = lambda self, spec: "traced"  # type: ignore[assignment]
+    torch.SymFloat.__format__ = lambda self, spec: "traced"  # type: ignore[method-assign]
     try:
         yield
     finally:

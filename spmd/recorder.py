@@ -103,9 +103,12 @@ class Recorder(TorchDispatchMode):
                 for leaf in self.world.flat_args
             ]
             args, kwargs = pytree.tree_unflatten(flat, self.world.args_spec)
-            with swapped(self.world, stand_ins) as self.after, self._watched(stand_ins):
-                with refusals_kept():
-                    result = function(*args, **kwargs)
+            with (
+                swapped(self.world, stand_ins) as self.after,
+                self._watched(stand_ins),
+                refusals_kept(),
+            ):
+                result = function(*args, **kwargs)
             return self._collect(result, stand_ins)
 
     @contextmanager

@@ -30,7 +30,7 @@ def unless_empty(
     if not empty:
         return target(*args, **kwargs)
     device = next(a.device for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor))
-    made = [None if o is None else _filled(*o, device) for o in outputs]
+    made = [None if o is None else _filled(o[0], o[1], o[2], device) for o in outputs]
     return made[0] if single else tuple(made)
 
 

@@ -63,7 +63,8 @@ def refuse_users_question(name: str) -> None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        itself = code.co_name == name and code.co_filename.startswith(_TORCH)
+        itself = code.co_name in (name, "handle_torch_function")
+        itself = itself and code.co_filename.startswith(_TORCH)
         if not itself and not code.co_filename.startswith(_ENGINE):
             break
         frame = frame.f_back
