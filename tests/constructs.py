@@ -14,6 +14,8 @@ from lockstep_check import MODES, Outcome, Step, check
 from torch import Tensor, nn
 
 Batch = Callable[[int], tuple[Any, ...]]
+# Uneven over 4 ranks, and fewer samples than ranks.
+DEFAULT_SIZES = (7, 2)
 
 
 class Body(nn.Module):
@@ -84,18 +86,23 @@ class Construct:
     batch: Batch
     step: Step = train
     optimizer: Callable[..., Any] = sgd
-    sizes: Sequence[int] = (7, 2)
+    sizes: Sequence[int] = DEFAULT_SIZES
     falls_back: frozenset[str] = frozenset()
     gathers: bool = False
     tol: float = 1e-11
 
 
 def parametrise(table: list[Construct]) -> Any:
-    """Return the pytest mark that runs a test for every construct and batch size."""
+    """Return the pytest mark that runs a test for every construct and batch size.
+
+    Of the constructs with the default sizes every second one leaves out the batch smaller
+    than the ranks: time, not coverage, since each family keeps several.
+    """
     rows = [
         pytest.param(construct, size, id=f"{construct.name}-{size}")
-        for construct in table
+        for position, construct in enumerate(table)
         for size in construct.sizes
+        if not (size == 2 and construct.sizes == DEFAULT_SIZES and position % 2)
     ]
     return pytest.mark.parametrize(("construct", "size"), rows)
 
