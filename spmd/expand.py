@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from spmd.eligible import all_replicated, compatible, region_of, rounds_partial_sums
 from spmd.emit import Emitter
 from spmd.errors import StrictFallbackError
 from spmd.layout import Layout, Partial, Replicate, Shard, local_shape, replicated
@@ -88,7 +89,7 @@ class _Expansion:
             elif node.op == "output":
                 layouts = self._output(node)
             elif node.op == "call_function":
-                self.values[node] = self._call(node, _region(node))
+                self.values[node] = self._call(node, region_of(node))
                 self._pin_gradient(node)
         local = self.emitter.finish()
         local.meta.update(
@@ -238,7 +239,7 @@ class _Expansion:
         node = self.nodes.get(value.name)
         if node is None or node.op != "call_function" or self.whole not in value.forms:
             return None
-        region = _region(node)
+        region = region_of(node)
         return narrowed(self.emitter, node, layout, lambda n: self._resolve(n, region))
 
     def _cost(self, value: Value, have: Layout, wanted: Layout) -> float:
@@ -301,10 +302,12 @@ class _Expansion:
             forms = [
                 list(dict.fromkeys(layout.placements[axis] for layout in v.forms)) for v in values
             ]
-            best = _all_replicated(len(values), len(call.outputs))
+            best = all_replicated(len(values), len(call.outputs))
             best_cost = self._price(best, call, values, forms, num_ranks)
             for candidate in rule.candidates(call, forms, num_ranks):
-                if not _compatible(candidate, inputs, outputs, axis):
+                if not compatible(candidate, inputs, outputs, axis):
+                    continue
+                if rounds_partial_sums(candidate, call):
                     continue
                 cost = self._price(candidate, call, values, forms, num_ranks)
                 if cost < best_cost:
@@ -396,31 +399,6 @@ def _growth(candidate: Candidate, values: list[Value], outputs: Any) -> int:
         if isinstance(p, Partial) and o is not None
     )
     return max(0, after - before) if before else 0
-
-
-def _all_replicated(num_inputs: int, num_outputs: int) -> Candidate:
-    whole = Replicate()
-    return Candidate((whole,) * num_inputs, (whole,) * num_outputs)
-
-
-def _compatible(candidate: Candidate, inputs: Any, outputs: Any, axis: int) -> bool:
-    """Whether no tensor would be sharded on one dim by two axes."""
-    pairs = list(zip(candidate.inputs, inputs, strict=True))
-    pairs += list(zip(candidate.outputs, outputs, strict=True))
-    for placement, layout in pairs:
-        if isinstance(placement, Shard):
-            for other in layout.placements[:axis]:
-                if isinstance(other, Shard) and other.dim == placement.dim:
-                    return False
-        if isinstance(placement, Partial):
-            for other in layout.placements[:axis]:
-                if isinstance(other, Partial) and other.op != placement.op:
-                    return False
-    return True
-
-
-def _region(node: fx.Node) -> str:
-    return node.meta.get("custom", {}).get("region", "forward")
 
 
 def _is_tensor(node: fx.Node) -> bool:
