@@ -7,6 +7,7 @@ as source.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -133,7 +134,7 @@ def test_a_series_finds_a_planted_fault_and_shrinks_it_to_a_short_model() -> Non
         series(0, Tally(), passes=lost_all_reduce)()
 
     text = str(caught.value)
-    assert "batch 2" in text
+    assert re.search(r"batch [1-9]\b", text)
     source = text[text.index("class Model") :]
     assert len(source.splitlines()) < 30, source
 
