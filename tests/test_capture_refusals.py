@@ -146,7 +146,11 @@ def fakes_in(value, depth=0):
         return True
     if isinstance(value, dict):
         value = list(value.values())
-    return depth < 5 and isinstance(value, (list, tuple)) and any(fakes_in(v, depth + 1) for v in value)
+    return (
+        depth < 5
+        and isinstance(value, (list, tuple))
+        and any(fakes_in(v, depth + 1) for v in value)
+    )
 
 
 def assert_untouched(model, optimizer, before, step, x):
@@ -174,7 +178,8 @@ def test_branches_on_tensors_are_refused_with_the_line(loss_of):
 def test_the_line_in_a_model_imported_from_a_file(tmp_path, monkeypatch):
     (tmp_path / "deep_user_model.py").write_text(
         "import torch\n\n\nclass Model(torch.nn.Linear):\n    def forward(self, x):\n"
-        "        y = super().forward(x)\n        if y.sum() > 0:\n            y = y * 2\n        return y\n"
+        "        y = super().forward(x)\n        if y.sum() > 0:\n            y = y * 2\n"
+        "        return y\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     from deep_user_model import Model
