@@ -65,7 +65,7 @@ class FloorTable:
             (step, stage, name): parts.get(name, value).abs() for name, value in values.items()
         }
         relative = median_relative(self.ensemble, scales)
-        siblings = _siblings_rms(stage, values)
+        siblings = _siblings_rms(stage, values, self.ensemble.exact[0]["initial_state"])
         found: dict[Key, Floor] = {}
         for key, scale in scales.items():
             name = key[2]
@@ -95,9 +95,17 @@ def follow_updates(
     return updates
 
 
-def _siblings_rms(stage: str, values: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the root mean square of each family of values used together."""
+def _siblings_rms(
+    stage: str, values: Mapping[str, Tensor], initial: Mapping[str, Tensor]
+) -> dict[str, float]:
+    """Return the root mean square of each family of values used together.
+
+    Of parameters it is that of how far they have moved, which is what noise stands beside.
+    """
     families: dict[str, list[Tensor]] = {}
+    if stage == "parameters":
+        moved = [value - initial[name] for name, value in values.items() if name in initial]
+        return {stage: rms(moved)}
     if stage in ("gradients", "optimizer_state"):
         for name, value in values.items():
             families.setdefault(_family(stage, name), []).append(value)

@@ -187,19 +187,22 @@ def judge_usable(floor: Floor, dtype: str, value: Tensor, siblings_rms: float, p
     """Set `floor.reason` where the floor is too high to decide anything, in place.
 
     A value that is zero within its noise, with noise that is negligible beside its
-    siblings, is decided: both sides agree that it is zero.
+    siblings, is decided: both sides agree that it is zero. What was added up cancelled, so
+    its siblings stand in for S.
 
     Args:
         floor: The floor.
         dtype: Of the tensor in the case.
         value: Float64 reference of the tensor.
         siblings_rms: Root mean square of the values this one is used together with.
-        place: What the reason names, such as a float32 island; may be empty.
+        place: What the reason names, such as a cast to float32; may be empty.
     """
     if floor.noise <= usable_floor(dtype) * floor.scale or floor.noise == 0.0:
         return
     is_zero = rms([value]) * math.sqrt(value.numel()) <= limit(dtype, "tensor") * floor.noise
-    if is_zero and floor.noise <= NEGLIGIBLE_SHARE * siblings_rms * math.sqrt(value.numel()):
+    around = siblings_rms * math.sqrt(value.numel())
+    if is_zero and floor.noise <= NEGLIGIBLE_SHARE * around:
+        floor.scale = max(floor.scale, around)
         return
     share = floor.noise / floor.scale if floor.scale else math.inf
     because = f" ({place})" if place else ""

@@ -150,11 +150,11 @@ def measure(device: SingleDevice, reference: Reference) -> Noise:
     for ensemble in (free, anchored):
         ensemble.add(reference.run.steps, stages=STAGES, by_element=BY_ELEMENT)
     ensembles = _Ensembles(device, reference, free, anchored)
-    islands: dict[str, None] = dict.fromkeys(reference.islands)
+    islands: dict[str, None] = {}
     rounded = [_rounded(case, i, islands) for i in range(FEWEST_ROUNDED)]
     for member in rounded:
         ensembles.add(member)
-    legal, dropped, scales = _reorderings(device, reference, bool(islands))
+    legal, dropped, scales = _reorderings(device, reference, bool(islands or reference.islands))
     for reordered, buffers in legal:
         ensembles.add_reordered(reordered, buffers)
     while len(legal) + len(rounded) < FEWEST_RUNS:
@@ -166,7 +166,7 @@ def measure(device: SingleDevice, reference: Reference) -> Noise:
         flipped = Flipped("flipped updates", flips)
         free.add(device.run(member=flipped).steps, stages=STAGES, by_element=BY_ELEMENT)
         runs.append(flipped.name)
-    place = f"float32 island: {next(iter(islands))}" if islands else ""
+    place = f"computed in a coarser dtype: {next(iter(islands))}" if islands else ""
     updates = follow_updates(free, scales, u)
     floors = {
         "free": FloorTable(free, scales, place, u, is_free=True).build(),

@@ -101,8 +101,7 @@ class RandomRounding(TorchDispatchMode):
         named = dict(kwargs or {})
         result = func(*args, **named)
         name = func.overloadpacket.__name__
-        if self._dtype == torch.float64:
-            note_island(self.islands, func, result, self._dtype)
+        note_island(self.islands, func, result, self._dtype)
         if name in ADDING_OPERATORS and self._perturb_terms(func, args, named, result):
             return result
         if name.rstrip("_") in ROUNDING_OPERATORS:
