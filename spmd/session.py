@@ -69,6 +69,8 @@ class CompiledStep(ABC):
         self._known: dict[Any, Entry] = {}
         self._entry = Entry()
         self._serial = 0
+        # Python numbers the step changes; they become inputs, or every call would capture.
+        self._counters: frozenset[str] = frozenset()
         self._overridden: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
@@ -125,11 +127,11 @@ class CompiledStep(ABC):
         return unpacked(program.result_spec, program.result_constants, firsts)
 
     def _lift(self, args: Any, kwargs: Any) -> World:
-        world = lift(self.function, args, kwargs)
+        world = lift(self.function, args, kwargs, self._counters)
         if self.options.overrides and world.model not in self._overridden:
             self._overridden.add(world.model)
             apply_overrides(world.model, self.options.overrides)
-            world = lift(self.function, args, kwargs)
+            world = lift(self.function, args, kwargs, self._counters)
         return world
 
     def _chosen(self, world: World) -> Executable:
@@ -234,6 +236,7 @@ class CompiledStep(ABC):
     def _program(self, world: World, shapes: dict[int, tuple[int, ...]]) -> Program:
         key = (self.calls, world.static)
         if self.shared is not None and key in self.shared.programs:
+            self._counters |= self.shared.programs[key].counters
             return self.shared.programs[key]
         program = capture(
             self.function,
@@ -242,6 +245,7 @@ class CompiledStep(ABC):
             shapes=shapes.get,
         )
         self.captures += 1
+        self._counters |= program.counters
         if self.shared is not None:
             self.shared.programs[key] = program
         return program

@@ -252,6 +252,8 @@ def test_three_steps_in_lock_step(name):
         torch.testing.assert_close(compiled(*pair[0], x), step(*pair[1], x), rtol=1e-10, atol=1e-12)
     for p, q in zip(pair[0][0].parameters(), pair[1][0].parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
+    if name != "adafactor":
+        assert compiled.captures <= 3  # numbers that Python counts are inputs by then
     ours, theirs = (optimizer for _, optimizer in pair)
     assert ours.param_groups[0]["lr"] == pytest.approx(theirs.param_groups[0]["lr"])
     assert getattr(ours, "n_updates", 0) == getattr(theirs, "n_updates", 0)
