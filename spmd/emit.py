@@ -8,11 +8,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch._prims_common import suggest_memory_format
 
 from spmd import runtime
 from spmd.layout import Layout, Partial, Replicate, Shard, local_shape
 from spmd.mesh import MeshShape
 
+# Operands whose kernels read memory in order, whatever the strides say: in eager they come
+# straight from forward, here they may be slices. Measured on torch 2.13, CPU: the backward
+# ones gave other numbers, `native_group_norm` raised.
+_READ_IN_ORDER = {
+    torch.ops.aten.native_layer_norm_backward.default: (3, 4),
+    torch.ops.aten.native_group_norm.default: (0,),
+    torch.ops.aten.native_group_norm_backward.default: (0, 1, 2, 3),
+}
 _FILL = {"sum": 0.0, "max": float("-inf"), "min": float("inf")}
 
 
@@ -73,6 +82,9 @@ class Emitter:
 
         Kernels differ in what they do with empty batches, so none is asked.
         """
+        args = list(args)
+        for position in _READ_IN_ORDER.get(target, ()):
+            args[position] = self._in_order(args[position], self._call.node.args[position])
         empty = self._empty()
         if empty is None:
             node = self.call(target, args, kwargs)
@@ -92,6 +104,11 @@ class Emitter:
             )
         node.meta["layout"] = self._outputs[0] if self._outputs else None
         return node
+
+    def _in_order(self, local: fx.Node, node: fx.Node) -> fx.Node:
+        """Return an operand without gaps, in the memory format it has on one device."""
+        form = suggest_memory_format(node.meta["val"])
+        return self.call(torch.ops.aten.contiguous.default, (local,), {"memory_format": form})
 
     def root_of_sum(
         self, norm: fx.Node, order: float, layouts: list[Layout], fake: Tensor

@@ -140,6 +140,8 @@ class _Move:
         return reduced
 
     def _all_gather(self, node: fx.Node, have: Shard) -> fx.Node:
+        if not sum(have.units):
+            return node  # a dim of no elements: every part is the whole
         dim = have.dim
         if have.outer > 1:
             units = self.emitter.pick(self.axis, have.units)
@@ -194,6 +196,8 @@ class _Move:
     def _reduce_scatter(self, node: fx.Node, wanted: Shard) -> fx.Node:
         """Sum over the ranks, each keeping its part; parts are padded to the largest."""
         dim, most = wanted.dim, max(wanted.units)
+        if not most:
+            return node
         even = min(wanted.units) == max(wanted.units)
         if dim or not even:
             pieces = []

@@ -7,7 +7,7 @@ from drawn_check import Placing, Tally, check_drawn
 
 from spmd_verify.drawn import DrawnModel
 from spmd_verify.drawn_layers import Norm
-from spmd_verify.drawn_parts import Dropout
+from spmd_verify.drawn_parts import Dropout, Residual
 from spmd_verify.drawn_training import Inputs, Loss, Training
 
 FEATURES = Inputs(batch=3, tokens=2, width=2)
@@ -25,6 +25,19 @@ FOUND = {
             Training(warm=1),
         ),
         Placing((4, 2)),
+    ),
+    "slices of statistics read as if they had no gaps": (
+        DrawnModel(
+            Inputs(batch=2, tokens=2, width=2, time_first=True),
+            (Residual((Norm("group"), Norm("layer"))),),
+            Loss(),
+            Training(warm=1),
+        ),
+        Placing((2,)),
+    ),
+    "a gathered dim without elements": (
+        DrawnModel(Inputs(batch=1, tokens=1, width=1), (), Loss("nll-shifted"), Training(warm=1)),
+        Placing((2,), inputs=(1,), named=False),
     ),
 }
 
