@@ -165,7 +165,7 @@ def plain_layers() -> st.SearchStrategy[Layer]:
         st.builds(Reshape, st.sampled_from(list(RESHAPED))),
         st.builds(Dropout, st.sampled_from(Dropout.KINDS)),
         st.builds(Conv, sizes, st.integers(1, 3), st.integers(1, 2), st.integers(1, 3),
-                  st.integers(1, 2)),
+                  st.integers(0, 2)),
         st.builds(Attention, st.integers(1, 3), st.sampled_from(Attention.KINDS),
                   st.integers(1, 3)),
         st.builds(InPlace, st.sampled_from(InPlace.KINDS)),

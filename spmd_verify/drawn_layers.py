@@ -22,12 +22,17 @@ class Linear:
     width: int
     spelling: str = "module"  # one of SPELLINGS
 
-    SPELLINGS = ("module", "nobias", "einsum", "functional", "matmul")
+    SPELLINGS = ("module", "nobias", "einsum", "functional", "matmul", "weight-norm",
+                 "spectral-norm")  # fmt: skip
 
     def write(self, w: Writer) -> None:
         """Write the layer."""
         shape = (self.width, w.width)
-        if self.spelling in ("module", "nobias"):
+        if self.spelling.endswith("-norm"):
+            parametrise = self.spelling.replace("-", "_")
+            text = f"nn.utils.parametrizations.{parametrise}(nn.Linear({w.width}, {self.width}))"
+            w.lines(f"x = {w.member('linear', text)}(x)")
+        elif self.spelling in ("module", "nobias"):
             tail = ", bias=False" if self.spelling == "nobias" else ""
             name = w.member("linear", f"nn.Linear({w.width}, {self.width}{tail})")
             w.lines(f"x = {name}(x)")
@@ -43,7 +48,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Conv:
-    """A convolution over the tokens, 1-D or 2-D over tokens and width."""
+    """A convolution over the tokens, 1-D (0: transposed) or 2-D over tokens and width."""
 
     channels: int
     kernel: int = 3
@@ -53,6 +58,11 @@ class Conv:
 
     def write(self, w: Writer) -> None:
         """Write the layer."""
+        if self.ndim == 0:
+            text = f"nn.ConvTranspose1d({w.width}, {self.channels}, {self.kernel})"
+            w.lines(f"x = {w.member('conv', text)}(x.transpose(1, 2)).transpose(1, 2)")
+            w.tokens, w.width = w.tokens + self.kernel - 1, self.channels
+            return
         if self.ndim == 2:
             name = w.member("conv", f"nn.Conv2d(1, {self.channels}, 3, padding=1)")
             w.lines(f"x = {name}(x.unsqueeze(1)).mean(1)")
@@ -107,13 +117,17 @@ class Attention:
     kind: str = "causal"  # one of KINDS
     head_width: int = 2
 
-    KINDS = ("full", "causal", "boolean", "bias", "manual", "grouped", "over-batch")
+    KINDS = ("full", "causal", "boolean", "bias", "manual", "grouped", "over-batch", "module")
 
     def write(self, w: Writer) -> None:
         """Write the layer."""
         h, d, t = self.heads, self.head_width, w.tokens
         if self.kind == "over-batch":
             w.lines("y = x.flatten(1)", "y = (y @ y.t() / 3).softmax(-1) @ y", "x = y.view_as(x)")
+            return
+        if self.kind == "module":
+            text = f"nn.MultiheadAttention({w.width}, {w.divisor(h, w.width)}, batch_first=True)"
+            w.lines(f"x, _ = {w.member('attention', text)}(x, x, x)")
             return
         kv = w.divisor(2, h) if self.kind == "grouped" else h
         width = (h + 2 * kv) * d
@@ -199,6 +213,21 @@ SAME_SHAPE: Final = (
     "x.to(torch.float64).reciprocal().tanh()",
     "torch.addcmul(x, x, x.mean(0), value=0.2)", "x.index_select(0, torch.arange({b}).flip(0))",
     "x.scatter_add(1, torch.zeros({b}, 1, {c}, dtype=torch.long), x[:, -1:])",
+    "x.index_put((torch.tensor([0]),), x[-1:] * 0.5)", "x.index_fill(1, torch.tensor([0]), 0.5)",
+    "torch.where(torch.arange({b})[:, None, None] % 2 == 0, x, x.flip(0))",
+    "x.cummax(1).values", "x.cumprod(-1).tanh()", "x.logcumsumexp(1)",
+    "x.diff(dim=1, prepend=x[:, :1])",
+    "x.kthvalue(1, -1, True).values + x", "x.median(-1, keepdim=True).values + x",
+    "torch.logaddexp(x, x.mean(0))", "x @ (x.transpose(1, 2) @ x).softmax(-1)",
+    "x.mT.softmax(-1).mT",
+    "torch.outer(x.sum((1, 2)), x.sum((0, 2))).mean() * 0.01 + x",
+    "torch.baddbmm(x, x @ x.transpose(1, 2), x, beta=0.5, alpha=0.1)",
+    "F.scaled_dot_product_attention(x, x, x)", "x.take_along_dim(x.argsort(-1), -1)",
+    "(x.flatten(0, 1).t() @ x.flatten(0, 1) / {b})[:1].sum() * 0.1 + x",
+    "torch.fft.rfft(x, dim=1, n=4).abs().mean(1, keepdim=True) + x",
+    "torch.cdist(x, x.flip(0) * 0.5).mean(-1, keepdim=True) + x",
+    "torch.unbind(torch.stack([x.flatten(), x.flatten().cos()]))[1].view_as(x)",
+    "x.permute(2, 1, 0).reshape({c}, -1).softmax(-1).reshape({c}, {t}, {b}).permute(2, 1, 0)",
 )  # fmt: skip
 
 
@@ -241,6 +270,11 @@ RESHAPED: Final = {
     "torch.cat([p * (i + 1) for i, p in enumerate(x.split(2, -1))], -1)": lambda t, c: (t, c),
     "x.index_select(1, torch.tensor([0, {t} - 1, 0]))": lambda _t, c: (3, c),
     "x[:, [0, 0]]": lambda _t, c: (2, c),
+    "torch.einsum('btc,bsc->bst', x, x)": lambda t, _c: (t, t),
+    "F.adaptive_avg_pool1d(x.transpose(1, 2), 2).transpose(1, 2)": lambda _t, c: (2, c),
+    "F.max_pool1d(x.transpose(1, 2), 2, 1, 1).transpose(1, 2)": lambda t, c: (t + 1, c),
+    "torch.cat([x[:, :1], x, x[:, -1:]], 1)": lambda t, c: (t + 2, c),
+    "x.unfold(1, 2, 1).mean(-1) if x.size(1) > 1 else x": lambda t, c: (max(1, t - 1), c),
     "torch.einsum('btc,btd->bcd', x, x) / {t}": lambda _t, c: (c, c),
 }  # fmt: skip
 

@@ -100,6 +100,12 @@ LOSSES: Final = {
         "loss = F.triplet_margin_loss(z, z.roll(1, 0) * 0.5, z.flip(0), margin=2.0)",
     ),
     "spread": ("loss = out.var(0, unbiased=False).sum() - out.mean().exp() + out.std()",),
+    "penalty": (
+        "trained = [p for p in model.parameters() if p.requires_grad]",
+        "grads = torch.autograd.grad(out.pow(2).mean(), trained, create_graph=True, "
+        "allow_unused=True)",
+        "loss = out.mean() + sum(g.pow(2).sum() for g in grads if g is not None)",
+    ),
     "vector-norm": ("loss = (out - target).norm()",),
     "max": ("loss = (out - target).abs().amax((1, 2)).mean() + out.logsumexp((0, 1)).sum()",),
 }
