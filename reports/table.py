@@ -1,19 +1,22 @@
 """The table of cases: examples and Hugging Face types under the engine's four styles.
 
-Every (case, dtype) is one run of the checker on 2 and 4 ranks, plus uneven batches of 7
-and 2 over 4 ranks for Hugging Face cases, in lock-step. Results are kept one JSON file
-each, so that a run that was stopped goes on where it ended; the table is rendered from
-what is there.
+Every (case, dtype) is one run of the checker on 2 and 4 ranks (examples on 3 as well, which
+divides none of their batches), plus batches of 7 and of 2 over 4 ranks for Hugging Face cases,
+in lock-step. Results are kept one JSON file each with the commit they come from, so that a
+run that was stopped goes on where it ended; the table is rendered from what is there.
 
-Usage: python reports/table.py [--only GLOB] [--limit-seconds N] [--render]
+Usage: python reports/table.py [--only GLOB] [--limit-seconds N] [--part I/N] [--render]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
+import subprocess
 import sys
 import time
+from collections import Counter
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -25,17 +28,21 @@ FOLDER = ROOT / "reports" / "table"
 EXAMPLES = ("mlp", "transformer", "conv", "moe", "recurrent")
 DTYPES = ("float64", "float32")
 SWEEPS = {"": ("2", "4"), "?batch=7": ("4",), "?batch=2": ("4",)}
+EXAMPLE_MESHES = ("2", "3", "4")
+# A float64 row whose noise is this far above its scale is fed by a coarser island: float64
+# rounding stays a thousand times below, float32 rounding a thousand times above.
+ISLAND = 1e-10
+PASSING = ("exact", "rounding", "undetermined")
 
 
 def planned() -> list[tuple[str, str, tuple[str, ...]]]:
     """Return (address, dtype, meshes) of every run, the widest coverage first."""
     data = json.loads((ROOT / "spmd_verify" / "hf_shrink.json").read_text())
     types = [*data["smoke"], *(t for t in data["types"] if t not in data["smoke"])]
-    runs = [(f"examples/{name}.py", dtype, SWEEPS[""]) for name in EXAMPLES for dtype in DTYPES]
+    runs = [(f"examples/{name}.py", dtype, EXAMPLE_MESHES) for name in EXAMPLES for dtype in DTYPES]
     for suffix, meshes in SWEEPS.items():
-        for name in types:
-            dtypes = DTYPES[:1] if suffix else DTYPES
-            runs += [(f"hf:{name}{suffix}", dtype, meshes) for dtype in dtypes]
+        for dtype in DTYPES:
+            runs += [(f"hf:{name}{suffix}", dtype, meshes) for name in types]
     return runs
 
 
@@ -65,23 +72,37 @@ def judge(address: str, dtype: str, meshes: tuple[str, ...]) -> dict[str, Any]:
     try:
         record = verify(options, progress)
     except SpmdVerifyError as error:
-        return {"case": address, "dtype": dtype, "refused": str(error), "cells": []}
+        return {"case": address, "dtype": dtype, "commit": commit(), "refused": str(error),
+                "cells": []}  # fmt: skip
     finally:
         progress.close()
     notes = record.unknown.get("notes", {}).get(address, [])
     return {
         "case": address,
         "dtype": dtype,
+        "commit": commit(),
         "seconds": round(time.monotonic() - start, 1),
         "islands": [note for note in notes if "coarser dtype" in note],
         "cells": [_cell(cell) for cell in record.cells],
     }
 
 
+def commit() -> str:
+    """Return the commit of the checker, with a mark where sources are changed."""
+    run = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=7", "--dirty=+"]
+    return subprocess.run(run, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def _cell(cell: Any) -> dict[str, Any]:
     worst = cell.worst
+    passing = [row for row in cell.tensors if row.verdict == "rounding" and row.noise is not None]
+    fine = [row for row in passing if row.noise <= ISLAND * _scale(row)]
+    undetermined = [row for row in cell.tensors if row.verdict == "undetermined"]
     return {
         "style": cell.style,
+        "error_by_scale": max((row.error / _scale(row) for row in fine), default=0.0),
+        "coarse_rows": len(passing) - len(fine),
+        "reasons": dict(Counter(_kind(row.unknown.get("reason")) for row in undetermined)),
         "mesh": cell.mesh,
         "verdict": cell.verdict,
         "message": cell.message,
@@ -91,47 +112,68 @@ def _cell(cell: Any) -> dict[str, Any]:
     }
 
 
+def _kind(reason: Any) -> str:
+    """Return a reason without its numbers and the place after its colon."""
+    return re.sub(r"\d[\d.e+-]*", "N", str(reason).partition(": ")[0])
+
+
+def _scale(row: Any) -> float:
+    """Return ||S|| of a row: `verdicts.md` has it that errors in float64 are relative to it."""
+    return float(row.unknown["scale"]) or 1.0
+
+
 def render() -> str:
     """Return the table of every result that is there, as Markdown."""
-    rows, cells, passing = [], 0, 0
-    for address, dtype, _ in planned():
-        path = file_of(address, dtype)
-        if not path.exists():
-            continue
-        result = json.loads(path.read_text())
-        for cell in result["cells"]:
-            cells += 1
-            passing += cell["verdict"] in ("exact", "rounding", "undetermined")
-        rows.append(_row(result))
-    done, total = len(rows), len(planned())
-    head = (
-        f"{done} of {total} runs done, {passing} of {cells} cells pass. Written by "
-        "`make table` (reports/table.py); lock-step runner, 3 steps, AdamW, seed 0.\n\n"
-    )
-    columns = ["case", "dtype", "cells", "verdicts", "worst ratio", "undetermined rows",
-               "float32 islands", "fallbacks"]  # fmt: skip
-    return (
-        "# Cases under the engine's four styles\n\n"
-        + head
-        + tabulate(rows, columns, tablefmt="github", disable_numparse=True)
-        + "\n"
-    )
+    results = [
+        json.loads(path.read_text())
+        for address, dtype, _ in planned()
+        if (path := file_of(address, dtype)).exists()
+    ]
+    cells = [(result, cell) for result in results for cell in result["cells"]]
+    passing = [cell for _, cell in cells if cell["verdict"] in PASSING]
+    in_float64 = [cell for result, cell in cells if result["dtype"] == "float64"]
+    errors = [cell["error_by_scale"] for cell in in_float64 if cell["verdict"] in PASSING]
+    shares = [_undetermined(result) for result in results]
+    reasons = sum((Counter(cell["reasons"]) for _, cell in cells), Counter())
+    head = [
+        "Written by `make table` (reports/table.py): lock-step runner, 3 steps, the case's own "
+        "optimizer or AdamW, seed 0.",
+        f"- {len(results)} of {len(planned())} runs done, {len(passing)} of {len(cells)} cells "
+        f"pass, {sum('refused' in result for result in results)} cases refused",
+        f"- worst error / ||S|| in float64, rows fed by a float32 island apart: "
+        f"{max(errors, default=0.0):.1e}",
+        f"- runs with more than 2 % undetermined rows: {sum(share > 0.02 for share in shares)}",
+        *(f"- undetermined, {number} rows: {reason}" for reason, number in reasons.most_common()),
+    ]
+    columns = ["case", "dtype", "cells", "verdicts", "worst error / noise", "worst error / S",
+               "undetermined", "float32 island", "fallbacks", "s", "commit"]  # fmt: skip
+    table = tabulate(map(_row, results), columns, tablefmt="github", disable_numparse=True)
+    return "\n".join(("# Cases under the engine's four styles", "", *head, "", table, ""))
+
+
+def _undetermined(result: dict[str, Any]) -> float:
+    """Return the largest share of undetermined rows over the cells of a run."""
+    counts = [cell["counts"] for cell in result["cells"]]
+    return max((c.get("undetermined", 0) / max(sum(c.values()), 1) for c in counts), default=0.0)
 
 
 def _row(result: dict[str, Any]) -> list[str]:
     if "refused" in result:
         reason = f"refused: {result['refused'][:80]}"
-        return [result["case"], result["dtype"], "0", reason, *[""] * 4]
+        return [result["case"], result["dtype"], "0", reason, *[""] * 6, result["commit"]]
     cells = result["cells"]
-    verdicts = sorted({cell["verdict"] for cell in cells})
+    verdicts = Counter(cell["verdict"] for cell in cells)
     ratios = [cell["worst"][3] for cell in cells if cell["worst"] and cell["worst"][3] is not None]
-    worst = max((float(r) for r in ratios), default=0.0)
-    counts = [cell["counts"] for cell in cells]
-    share = max((c.get("undetermined", 0) / max(sum(c.values()), 1) for c in counts), default=0.0)
+    error = max((cell["error_by_scale"] for cell in cells), default=0.0)
+    coarse = max((cell["coarse_rows"] for cell in cells), default=0)
+    island = f"{coarse} rows: {', '.join(result['islands'])}" if result["islands"] else "none"
     fallbacks = sorted({name for cell in cells for name in cell["fallbacks"]})
     return [
-        result["case"], result["dtype"], str(len(cells)), ", ".join(verdicts), f"{worst:.2f}",
-        f"{share:.1%}", str(len(result["islands"])), ", ".join(fallbacks) or "none",
+        result["case"], result["dtype"], str(len(cells)),
+        ", ".join(f"{number} {verdict}" for verdict, number in sorted(verdicts.items())),
+        f"{max(map(float, ratios), default=0.0):.2f}", f"{error:.1e}",
+        f"{_undetermined(result):.1%}", island, ", ".join(fallbacks) or "none",
+        f"{result['seconds']:.0f}", result["commit"],
     ]  # fmt: skip
 
 
