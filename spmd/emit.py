@@ -14,13 +14,21 @@ from spmd import runtime
 from spmd.layout import Layout, Partial, Replicate, Shard, local_shape
 from spmd.mesh import MeshShape
 
-# Operands whose kernels read memory in order, whatever the strides say: in eager they come
-# straight from forward, here they may be slices. Measured on torch 2.13, CPU: the backward
-# ones gave other numbers, `native_group_norm` raised.
-_READ_IN_ORDER = {
-    torch.ops.aten.native_layer_norm_backward.default: (3, 4),
+# Operands whose kernels read memory in order, whatever the strides say, or refuse gaps: in
+# eager they come straight from forward, here they may be slices. Measured on torch 2.13, CPU,
+# by tests/test_strided_kernels.py, which finds those that are missing.
+READ_IN_ORDER = {
+    torch.ops.aten._ctc_loss.Tensor: (0, 1, 2, 3),
+    torch.ops.aten._pdist_backward.default: (1,),
+    torch.ops.aten._pdist_forward.default: (0,),
+    torch.ops.aten._weight_norm_interface.default: (0, 1),
+    torch.ops.aten._weight_norm_interface_backward.default: (0, 1, 2, 3),
+    torch.ops.aten.adaptive_max_pool3d_backward.default: (2,),
+    torch.ops.aten.fractional_max_pool2d_backward.default: (4,),
+    torch.ops.aten.fractional_max_pool3d_backward.default: (4,),
     torch.ops.aten.native_group_norm.default: (0,),
     torch.ops.aten.native_group_norm_backward.default: (0, 1, 2, 3),
+    torch.ops.aten.native_layer_norm_backward.default: (3, 4, 5),
 }
 _FILL = {"sum": 0.0, "max": float("-inf"), "min": float("inf")}
 
@@ -83,8 +91,9 @@ class Emitter:
         Kernels differ in what they do with empty batches, so none is asked.
         """
         args = list(args)
-        for position in _READ_IN_ORDER.get(target, ()):
-            args[position] = self._in_order(args[position], self._call.node.args[position])
+        for position in READ_IN_ORDER.get(target, ()):
+            if args[position] is not None:
+                args[position] = self._in_order(args[position], self._call.node.args[position])
         empty = self._empty()
         if empty is None:
             node = self.call(target, args, kwargs)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from spmd_verify.floors import Ensemble, Floor, Key, base_floor, judge_usable, median_relative, rms
 from spmd_verify.ill_conditioned import UpdateNoise
-from spmd_verify.norms import is_rounding
+from spmd_verify.norms import as_real, is_rounding
 from spmd_verify.verdict import STAGES
 
 # S by step, stage and name, for what parts of a batch add up to.
@@ -29,7 +31,7 @@ class FloorTable:
         scales: S per step where parts of the batch exist; may be empty.
         place: What a floor that decides nothing is blamed on; may be empty.
         roundoff: u of the case's dtype.
-        is_free: Whether steps follow each other, so that noise of gradients reaches state.
+        is_free: Whether steps follow each other, so that noise is carried on.
     """
 
     ensemble: Ensemble
@@ -37,22 +39,46 @@ class FloorTable:
     place: str
     roundoff: float
     is_free: bool
+    _relative: dict[tuple[str, str], dict[int, float]] = field(default_factory=dict)
 
     def build(self) -> dict[Key, Floor]:
         """Return the floor of every tensor that rounds."""
-        updates = start_updates(self.ensemble) if self.is_free else None
+        updates = start_updates(self.ensemble)
+        self._relative = self._relative_noise()
         found: dict[Key, Floor] = {}
         for step in range(len(self.ensemble.exact)):
             parts = self.scales[step] if self.scales else {}
-            if updates is not None:
-                updates.advance(step, parts.get("gradients", {}), self.roundoff)
+            if step and not self.is_free:
+                updates = UpdateNoise(self.ensemble, self.ensemble.expected[step - 1]["parameters"])
+            updates.advance(step, parts.get("gradients", {}), self.roundoff)
             for stage in STAGES:
                 if stage not in COPIED_STAGES:
                     found.update(self._stage(step, stage, parts.get(stage, {}), updates))
         return found
 
+    def _relative_noise(self) -> dict[tuple[str, str], dict[int, float]]:
+        """Return error / ||S|| of every tensor by step."""
+        found: dict[tuple[str, str], dict[int, float]] = {}
+        for (step, stage, name), total in self.ensemble.total.items():
+            parts = self.scales[step].get(stage, {}) if self.scales else {}
+            value = self.ensemble.exact[step][stage][name]
+            norm = float(as_real(parts.get(name, value)).to(torch.float64).norm())
+            if 0.0 < norm < math.inf:
+                found.setdefault((stage, name), {})[step] = math.sqrt(total) / norm
+        return found
+
+    def _usual(self, key: Key) -> float:
+        """Return the root mean square over steps of a tensor's error / ||S||.
+
+        In a free run over the steps until this one: noise grows.
+        """
+        step, stage, name = key
+        known = self._relative.get((stage, name), {})
+        squares = [r * r for s, r in known.items() if s <= step or not self.is_free]
+        return math.sqrt(sum(squares) / len(squares)) if squares else 0.0
+
     def _stage(
-        self, step: int, stage: str, parts: Mapping[str, Tensor], updates: UpdateNoise | None
+        self, step: int, stage: str, parts: Mapping[str, Tensor], updates: UpdateNoise
     ) -> dict[Key, Floor]:
         """Return the floors of one stage of one step."""
         expected = self.ensemble.expected[step].get(stage, {})
@@ -70,10 +96,12 @@ class FloorTable:
         for key, scale in scales.items():
             name = key[2]
             dtype = str(expected[name].dtype).removeprefix("torch.")
-            floor = found[key] = base_floor(self.ensemble, key, dtype, scale, relative)
-            if updates is not None and stage == "parameters":
-                updates.widen_parameter(name, floor)
-            elif updates is not None and stage == "optimizer_state":
+            floor = found[key] = base_floor(
+                self.ensemble, key, dtype, scale, relative, self._usual(key)
+            )
+            if stage == "parameters":
+                updates.widen_parameter(step, name, floor)
+            elif stage == "optimizer_state":
                 updates.widen_state(step, name, floor)
             sibling = siblings.get(_family(stage, name), 0.0)
             judge_usable(floor, dtype, values[name], sibling, self.place)

@@ -20,6 +20,9 @@ Key = tuple[int, str, str]  # step, stage, name
 # the largest of half a dozen draws of one number is no bound for the next (verdicts.md part 3:
 # 1.8 % false alarms on 1-element biases with a plain maximum).
 FEW_ELEMENTS: Final = 16
+# What a tensor's other steps may raise its floor by: four draws of one normal number are all
+# below a quarter of its deviation once in 700 times, and below a tenth once in 25,000.
+MOST_RAISED: Final = 4.0
 # An element whose update only rounding decides moves at least this share of the root mean
 # square update of the model; smaller ones (SGD) carry their noise on proportionally. Chosen
 # between Adam (about 1) and SGD (1e-6) on the models of tests/test_judge_acceptance.py.
@@ -128,7 +131,9 @@ def norm_rows(value: Tensor) -> Tensor:
     return flat.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).square().sum(dim=1).sqrt()
 
 
-def base_floor(ensemble: Ensemble, key: Key, dtype: str, scale: Tensor, relative: float) -> Floor:
+def base_floor(
+    ensemble: Ensemble, key: Key, dtype: str, scale: Tensor, relative: float, usual: float = 0.0
+) -> Floor:
     """Return the floor of one tensor from the runs and S alone.
 
     A row's floor is the largest of its own errors, `2 u ||S_row||`, and the tensor's
@@ -142,11 +147,14 @@ def base_floor(ensemble: Ensemble, key: Key, dtype: str, scale: Tensor, relative
         dtype: The case's dtype, or the tensor's where that is coarser.
         scale: S, the shape of the tensor.
         relative: Median relative floor of the stage, used for tensors of few elements.
+        usual: Typical relative error of this tensor over the steps. Where one channel makes
+            all of the noise, half a dozen draws can all be small; other steps say so.
     """
     u = unit_roundoff(dtype)
     scale_rows = norm_rows(scale)
     whole = float(scale_rows.square().sum().sqrt())
-    noise = noise_floor([math.sqrt(ensemble.total.get(key, 0.0))], u, whole)
+    seen = math.sqrt(ensemble.total.get(key, 0.0))
+    noise = noise_floor([seen, min(usual * whole, MOST_RAISED * seen)], u, whole)
     if scale.numel() <= FEW_ELEMENTS:
         noise = max(noise, few_draws(scale.numel()) * relative * whole)
     own = ensemble.rows.get(key)

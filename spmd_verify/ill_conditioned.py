@@ -27,9 +27,10 @@ STATE_INTERVAL: Final = INTERVAL * INTERVAL
 
 @dataclass
 class UpdateNoise:
-    """Follows elements through the steps of a free run.
+    """Follows elements through the steps of a free run, or through one anchored step.
 
     Attributes:
+        initial: Parameters before the first step that is taken in.
         flips: Per step, the elements whose update that step only rounding decides, bool, by
             parameter; parameters without any are absent.
         undetermined: By parameter, elements that were decided so in any step until now.
@@ -55,7 +56,7 @@ class UpdateNoise:
         """
         self._roundoff = roundoff
         record = self.ensemble.exact[step]
-        before = self.initial if step == 0 else self.ensemble.exact[step - 1]["parameters"]
+        before = self.ensemble.exact[step - 1]["parameters"] if self.flips else self.initial
         updates = {
             name: (value - before[name]).to(torch.float64)
             for name, value in record["parameters"].items()
@@ -95,18 +96,18 @@ class UpdateNoise:
             # The largest of all such elements: one draw of each says little.
             reach = float(moved[spans].max())
             if reach > AMPLIFIED_SHARE * typical:
-                self.flips[step][name] = spans
+                self.flips[-1][name] = spans
                 self.undetermined[name] = _union(self.undetermined.get(name), spans)
                 reach *= 2.0  # from one end of the interval to the other
             predicted = torch.where(spans, predicted + reach, predicted)
         self._predicted[name] = predicted
 
-    def widen_parameter(self, name: str, floor: Floor) -> None:
+    def widen_parameter(self, step: int, name: str, floor: Floor) -> None:
         """Raise a parameter's floor to what its gradients' noise makes of it, in place."""
         predicted = self._predicted.get(name)
         if predicted is None:
             return
-        self._widen(name, floor, predicted)
+        self._widen(step, name, floor, predicted)
 
     def widen_state(self, step: int, name: str, floor: Floor) -> None:
         """Raise the floor of a state tensor shaped like its parameter, in place."""
@@ -122,9 +123,11 @@ class UpdateNoise:
         spread = self.ensemble.elements.get((step, "optimizer_state", name))
         if spans is not None and spread is not None:
             predicted = torch.where(spans, STATE_INTERVAL * spread, predicted)
-        self._widen(parameter, floor, predicted, is_state=True)
+        self._widen(step, parameter, floor, predicted, is_state=True)
 
-    def _widen(self, name: str, floor: Floor, predicted: Tensor, is_state: bool = False) -> None:
+    def _widen(
+        self, step: int, name: str, floor: Floor, predicted: Tensor, is_state: bool = False
+    ) -> None:
         """Raise a floor to predicted elementwise noise; mark rows of undetermined elements."""
         squares = row_sums(predicted.square())
         floor.noise_rows = torch.maximum(floor.noise_rows, squares.sqrt())
@@ -140,7 +143,7 @@ class UpdateNoise:
         floor.undetermined_elements = int(spans.sum())
         # The tensor's floor is over the other rows: one element that moves by the learning
         # rate must not hide what happens in the rest.
-        own = self.ensemble.rows.get((len(self.flips) - 1, "parameters", name))
+        own = self.ensemble.rows.get((step, "parameters", name))
         clean = ~marked
         floor.noise = max(
             float(own[clean].sum().sqrt()) if own is not None else 0.0,

@@ -129,7 +129,7 @@ class _Judging:
                 for name in names:
                     row = self.row(run, step, stage, name)
                     if row is not None:
-                        found.append(row)
+                        found.append(self.second_opinion(row))
                 found.extend(self.unmatched_rows(run, step, stage, set(names)))
         return found
 
@@ -138,6 +138,18 @@ class _Judging:
         if step > 0 and self.is_anchored and stage in ANCHORED_STAGES:
             return "anchored"
         return "free"
+
+    def second_opinion(self, row: Row) -> Row:
+        """Return the anchored row where the free run decides nothing and that one does."""
+        entry = self.store.entry(row.step, row.stage, row.name)
+        assert entry is not None
+        if row.verdict != Verdict.UNDETERMINED or not entry.is_anchored_too:
+            return row
+        anchored = self.row("anchored", row.step, row.stage, row.name)
+        if anchored is None or anchored.verdict in (Verdict.UNDETERMINED, Verdict.NOT_EXERCISED):
+            return row
+        anchored.unknown["free_run"] = row.unknown.get("reason")
+        return anchored
 
     def unmatched_rows(self, run: str, step: int, stage: str, known: set[str]) -> list[Row]:
         """Return rows of tensors that only one side has, and of gradients that neither has."""

@@ -94,9 +94,14 @@ class Flipped(Plain):
     """Elements whose update only rounding decides take the opposite update.
 
     Shows how far such elements can move everything downstream of them.
+
+    Attributes:
+        masks: Such elements per step, by parameter.
+        share: 0: all of them are mirrored. 1 and -1: a random half of them, and the other.
     """
 
     masks: Sequence[Mapping[str, Tensor]]
+    share: int = 0
     _before: dict[str, Tensor] = field(default_factory=dict)
 
     def before(self, model: nn.Module, step: int) -> None:
@@ -107,9 +112,13 @@ class Flipped(Plain):
     def after(self, model: nn.Module, step: int) -> None:
         """Mirror the update of the masked elements, in place."""
         live = named_parameters(model)[0]
+        generator = torch.Generator().manual_seed(step)
         with torch.no_grad():
             for name, mask in self.masks[step].items():
                 value = live[name]
+                if self.share:
+                    draws = torch.rand(mask.shape, generator=generator) < 0.5
+                    mask = mask & (draws if self.share > 0 else ~draws)
                 value.copy_(torch.where(mask, 2 * self._before[name] - value, value))
 
 

@@ -30,7 +30,7 @@ from spmd_verify.norms import as_real, deviation
 from spmd_verify.single import Reference, SingleDevice
 from spmd_verify.trajectory import StepRecord, Trajectory
 from spmd_verify.user_code import one_line
-from spmd_verify.verdict import ANCHORED_STAGES, STAGES, unit_roundoff
+from spmd_verify.verdict import ANCHORED_STAGES, CARRIED_STAGES, STAGES, unit_roundoff
 
 # At least so many noise runs, at least so many of them with random rounding: only those say
 # anything about module outputs, whose rows a reordering moves. Source: verdicts.md part 3 (4).
@@ -137,8 +137,8 @@ class _Ensembles:
         if self.device.case.steps > 1:
             anchors = self.reference.run
             run = self.device.run(member=member, anchors=anchors, with_module_outputs=watch)
-            wanted = [stage for stage in stages if stage in ANCHORED_STAGES]
-            self.anchored.add(run.steps, stages=wanted, left_out=left_out)
+            wanted = [stage for stage in stages if stage in ANCHORED_STAGES | CARRIED_STAGES]
+            self.anchored.add(run.steps, stages=wanted, by_element=BY_ELEMENT, left_out=left_out)
 
 
 def measure(device: SingleDevice, reference: Reference) -> Noise:
@@ -163,9 +163,12 @@ def measure(device: SingleDevice, reference: Reference) -> Noise:
     runs = [member.name for member, _ in legal] + [member.name for member in rounded]
     flips = follow_updates(free, scales, u).flips
     if any(flips):
-        flipped = Flipped("flipped updates", flips)
-        free.add(device.run(member=flipped).steps, stages=STAGES, by_element=BY_ELEMENT)
-        runs.append(flipped.name)
+        # One direction may cancel downstream: a normalisation over two samples was moved
+        # four times as far by another choice of signs.
+        for name, share in (("all", 0), ("half", 1), ("other half", -1)):
+            flipped = Flipped(f"flipped updates: {name}", flips, share)
+            free.add(device.run(member=flipped).steps, stages=STAGES, by_element=BY_ELEMENT)
+            runs.append(flipped.name)
     place = f"computed in a coarser dtype: {next(iter(islands))}" if islands else ""
     updates = follow_updates(free, scales, u)
     floors = {

@@ -145,7 +145,6 @@ class SingleDevice:
             in_float64: Cast model and batches, draw in the case's dtype.
             member: How this run is perturbed.
             anchors: A free run; every step n >= 1 starts from its state after step n - 1.
-                Of the state after the steps only buffers are then recorded.
             modes: Context for each step, by its index.
             with_module_outputs: Whether to hook every module.
             steps: Fewer steps than the case's.
@@ -175,9 +174,7 @@ class SingleDevice:
             trajectory.random_states.append(torch.get_rng_state())
             if member is not None:
                 member.after(model, index)
-            after = model_snapshot(model) if anchors else snapshot(model, optimizer)
-            record = {**record, **(after if anchors is None else {"buffers": after["buffers"]})}
-            trajectory.steps.append(record)
+            trajectory.steps.append({**record, **snapshot(model, optimizer)})
         trajectory.steps[0]["initial_state"] = {**initial["parameters"], **initial["buffers"]}
         if anchors is None and steps is None:
             self._evaluate(case, model, trajectory)

@@ -25,7 +25,7 @@ from spmd_verify.noise import Noise, exact_steps
 from spmd_verify.norms import as_real, is_rounding
 from spmd_verify.single import Reference
 from spmd_verify.trajectory import StepRecord
-from spmd_verify.verdict import ANCHORED_STAGES, STAGES
+from spmd_verify.verdict import ANCHORED_STAGES, CARRIED_STAGES, STAGES
 
 INDEX: Final = "index.json"
 RUNS: Final = ("free", "anchored")
@@ -54,6 +54,7 @@ class Entry(msgspec.Struct, kw_only=True):
             step or before, a buffer that was never written.
         value: The number itself, for tensors of one element.
         floors: By run; empty where values are compared bit by bit.
+        is_anchored_too: Carried over, and only the anchored run has a usable floor for it.
     """
 
     step: int
@@ -65,6 +66,7 @@ class Entry(msgspec.Struct, kw_only=True):
     has_signal: bool = True
     value: float | None = None
     floors: dict[str, FloorInfo] = {}
+    is_anchored_too: bool = False
 
 
 class Index(msgspec.Struct, kw_only=True):
@@ -100,11 +102,12 @@ def write_store(
         tensors: dict[str, Tensor] = {}
         for stage in STAGES:
             for name, value in record.get(stage, {}).items():
-                entries.append(_entry(reference, noise, step, stage, name, trainable))
+                entry = _entry(reference, noise, step, stage, name, trainable)
+                entries.append(entry)
                 tensors[_key("expected", stage, name)] = value
-                _add_exact(tensors, reference, step, stage, name, value)
-                for run in RUNS:
-                    _add_rows(tensors, run, stage, name, noise.floors[run].get((step, stage, name)))
+                _add_exact(tensors, reference, noise, step, stage, name)
+                for run in entry.floors:
+                    _add_rows(tensors, run, stage, name, noise.floors[run][step, stage, name])
         path = directory / _file(step)
         save_file(_storable(tensors), f"{path}.part")
         os.replace(f"{path}.part", path)
@@ -222,6 +225,7 @@ def _entry(
         )
         for run in RUNS
         if (floor := noise.floors[run].get((step, stage, name))) is not None
+        and (run == "free" or _is_anchored(noise, step, stage, name))
     }
     return Entry(
         step=step,
@@ -233,7 +237,17 @@ def _entry(
         has_signal=_has_signal(reference, step, stage, name, trainable),
         value=float(value) if value.numel() == 1 and not value.is_complex() else None,
         floors=floors,
+        is_anchored_too="anchored" in floors and stage in CARRIED_STAGES,
     )
+
+
+def _is_anchored(noise: Noise, step: int, stage: str, name: str) -> bool:
+    """Say whether the anchored run is compared in a tensor; see `verdict.CARRIED_STAGES`."""
+    if step == 0 or stage not in CARRIED_STAGES:
+        return step > 0 and stage in ANCHORED_STAGES
+    free, anchored = (noise.floors[run].get((step, stage, name)) for run in RUNS)
+    has_none = free is not None and free.reason is not None
+    return has_none and anchored is not None and anchored.reason is None
 
 
 def _has_signal(
@@ -255,16 +269,17 @@ def _has_signal(
 def _add_exact(
     tensors: dict[str, Tensor],
     reference: Reference,
+    noise: Noise,
     step: int,
     stage: str,
     name: str,
-    value: Tensor,
 ) -> None:
     """Add the float64 references of one tensor where they say more than the tensor itself."""
+    value = reference.run.steps[step][stage][name]
     if not is_rounding(value) or stage in ("initial_state", "inputs"):
         return
     for run in RUNS:
-        if run == "anchored" and (step == 0 or stage not in ANCHORED_STAGES):
+        if run == "anchored" and not _is_anchored(noise, step, stage, name):
             continue
         steps = exact_steps(reference, run)
         exact = steps[step].get(stage, {}).get(name) if steps else None
@@ -272,12 +287,8 @@ def _add_exact(
             tensors[_key(f"{run}64", stage, name)] = exact
 
 
-def _add_rows(
-    tensors: dict[str, Tensor], run: str, stage: str, name: str, floor: Floor | None
-) -> None:
+def _add_rows(tensors: dict[str, Tensor], run: str, stage: str, name: str, floor: Floor) -> None:
     """Add a floor's numbers by row."""
-    if floor is None:
-        return
     tensors[_key(f"{run}.noise", stage, name)] = floor.noise_rows
     tensors[_key(f"{run}.scale", stage, name)] = floor.scale_rows
     if floor.undetermined_rows is not None:

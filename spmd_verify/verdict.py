@@ -40,6 +40,11 @@ STAGES: Final = (
 # gradients alone, so it is judged with them.
 ANCHORED_STAGES: Final = frozenset({"inputs", "module_outputs", "loss", "gradients", "clipping"})
 
+# Stages that the free run decides, because faults in them are carried over. Where an
+# ill-conditioned trajectory leaves it no usable floor - two elements that Adam moves by +-lr
+# can change every later value by 1 % - the anchored run's one step is judged instead.
+CARRIED_STAGES: Final = frozenset({"optimizer_state", "parameters", "buffers"})
+
 # Multiple c of the noise floor up to which a difference is `rounding`, by dtype and norm
 # (`tensor`: Frobenius norm of the whole tensor; `row`: one index of dim 0).
 # Sources: float32 and bfloat16, verdicts.md part 3 (3 models, 12 seeds, W = 2, 4, 8):

@@ -36,6 +36,8 @@ TOLERANCE = 1e-10
 SMALLEST = 1e-2
 # Values that random rounding moves by more than this share of the tolerance are undetermined.
 DETERMINED = 0.02
+# A model with a larger share of them does not count: RMSProp over gradients that cancel.
+MOST_UNDETERMINED = 0.1
 NOISE_RUNS = 2
 
 # In the order in which a step computes them: the first difference is the cause.
@@ -47,7 +49,7 @@ Passes = Callable[[Any], Any]
 
 
 class Undrawable(Exception):
-    """Eager itself refuses the model, or computes infinities: nothing to compare."""
+    """Eager refuses the model, computes infinities, or rounding decides much of what it does."""
 
 
 class Differs(AssertionError):
@@ -116,7 +118,7 @@ def check_drawn(
 
     Raises:
         Differs: With the model's source, the style, mesh and value that differs.
-        Undrawable: Eager cannot run the model.
+        Undrawable: Eager cannot run the model, or - all else agreed - determines too little.
     """
     tally = tally if tally is not None else Tally()
     with float64_default(), warnings.catch_warnings():
@@ -136,6 +138,9 @@ def check_drawn(
                 tally.fallbacks.update(run.step.fallbacks)
             except Exception as failure:
                 raise Differs(_message(drawn, placing, style, failure), style) from failure
+    loud = [floor > DETERMINED * TOLERANCE for step in floors for floor in step.values()]
+    if sum(loud) > MOST_UNDETERMINED * len(loud):
+        raise Undrawable("rounding decides")
     tally.models += 1
 
 

@@ -111,6 +111,33 @@ class Transformer(nn.Module):
         return x @ self.tokens.weight.T
 
 
+class TwoSamples(nn.Module):
+    """Batch normalisation of two samples: +-1 forward, rounding alone backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.first(x)).relu())
+
+
+class Chaotic(nn.Module):
+    """A shift that no gradient sees and every later step depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 8)
+        self.shift = nn.Parameter(torch.tensor(0.3))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = (self.first(x) + self.shift).softmax(-1)
+        return self.head(weights * (1.0 + 300.0 * self.shift.detach()))
+
+
 class Recurrent(nn.Module):
     """An LSTM, which torch runs as one kernel, forward and backward."""
 
@@ -157,6 +184,13 @@ CASES: dict[str, dict[str, Any]] = {
         "targets": _classes,
         "loss": F.cross_entropy,
     },
+    "two_samples": {
+        "model": TwoSamples,
+        "inputs": lambda: [torch.randn(2, 12)],
+        "targets": lambda: torch.randint(0, 5, (2,)),
+        "loss": F.cross_entropy,
+    },
+    "chaotic": {"model": Chaotic, "inputs": _vectors, "targets": _classes, "loss": F.cross_entropy},
     "dropout": {"model": Dropout, "inputs": _vectors, "targets": _classes, "loss": F.cross_entropy},
     "contrastive": {"model": Contrastive, "inputs": _vectors},
     "mask": {

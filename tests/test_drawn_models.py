@@ -32,9 +32,9 @@ from spmd_verify.drawn_parts import Dropout
 from spmd_verify.drawn_training import Inputs, Loss, Training
 
 SERIES, EXAMPLES = 12, 25
-# Rejected draws (eager refuses them) and rows that rounding decides: more would mean that the
-# series does not test what it says. Measured over 1000 draws: 4 % and 1 %.
-MOST_REJECTED, MOST_UNDETERMINED = 0.3, 0.1
+# Rejected draws (eager refuses them, or rounding decides them): more would mean that the
+# series does not test what it says. Measured over 1000 draws: 4 %.
+MOST_REJECTED = 0.3
 
 FIXED = settings(
     max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck)
@@ -89,7 +89,6 @@ def test_a_drawn_model_computes_under_every_style_what_one_device_computes(numbe
 
     assert tally.models >= EXAMPLES
     assert tally.rejected.total() <= MOST_REJECTED * tally.models
-    assert tally.undetermined <= MOST_UNDETERMINED * tally.compared
     assert sum(tally.fallbacks.values()) <= tally.models, tally.fallbacks
 
 

@@ -21,6 +21,7 @@ from spmd_verify.store import Store
 from spmd_verify.styles.base import Observation, Observed, Style, StyleContext, StyleRun
 from spmd_verify.trajectory import hyper_parameters, restore_hyper_parameters
 from spmd_verify.user_code import UserCode
+from spmd_verify.verdict import CARRIED_STAGES
 
 
 class Drive:
@@ -86,6 +87,22 @@ class Drive:
         for index in range(1, self.case.steps):
             anchor(anchored, self.store, index, self.mesh_shape)
             self._compare("anchored", index, self._step(anchored, index, "anchored"))
+            self._compare_carried(anchored, index)
+
+    def _compare_carried(self, run: StyleRun, index: int) -> None:
+        """Compare the state after an anchored step where the free run decides nothing."""
+        wanted = {
+            (stage, name)
+            for stage in CARRIED_STAGES
+            for name in self.store.names(index, stage)
+            if (entry := self.store.entry(index, stage, name)) and entry.is_anchored_too
+        }
+        if wanted:
+            state = {
+                stage: {n: seen for n, seen in tensors.items() if (stage, n) in wanted}
+                for stage, tensors in run.state().items()
+            }
+            self._compare("anchored", index, state)
 
     def _step(self, run: StyleRun, index: int, name: str) -> Observation:
         """Run one step from its seed."""
