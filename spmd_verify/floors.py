@@ -23,10 +23,11 @@ FEW_ELEMENTS: Final = 16
 # What a tensor's other steps may raise its floor by: four draws of one normal number are all
 # below a quarter of its deviation once in 700 times, and below a tenth once in 25,000.
 MOST_RAISED: Final = 4.0
-# An element whose update only rounding decides moves at least this share of the root mean
-# square update of the model; smaller ones (SGD) carry their noise on proportionally. Chosen
-# between Adam (about 1) and SGD (1e-6) on the models of tests/test_judge_acceptance.py.
-AMPLIFIED_SHARE: Final = 1e-2
+# An element whose update only rounding decides moves at least this many u of the root mean
+# square update of the model; smaller ones carry their noise on proportionally. SGD makes of a
+# zero gradient up to 100 u of it, Adam all of it in float32 and 1e6 u in float64, where its
+# eps of 1e-8 is far above the noise.
+AMPLIFIED: Final = 1e4
 # A value that is zero within its noise is decided when the noise is this small beside the
 # root mean square of its siblings (gradients of the model; one key of optimizer state).
 NEGLIGIBLE_SHARE: Final = 1e-4

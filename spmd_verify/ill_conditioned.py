@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from spmd_verify.floors import AMPLIFIED_SHARE, FEW_ELEMENTS, Ensemble, Floor, Key, rms
+from spmd_verify.floors import AMPLIFIED, FEW_ELEMENTS, Ensemble, Floor, Key, rms
 from spmd_verify.norms import row_sums, rows_of
 
 # The gradient interval is [g - delta, g + delta], delta this multiple of the largest error
@@ -95,7 +95,7 @@ class UpdateNoise:
             moved = update.abs() if spread is None else torch.maximum(update.abs(), spread)
             # The largest of all such elements: one draw of each says little.
             reach = float(moved[spans].max())
-            if reach > AMPLIFIED_SHARE * typical:
+            if reach > AMPLIFIED * self._roundoff * typical:
                 self.flips[-1][name] = spans
                 self.undetermined[name] = _union(self.undetermined.get(name), spans)
                 reach *= 2.0  # from one end of the interval to the other

@@ -2,9 +2,9 @@
 
 Results of operators that round are moved to a neighbouring value at random, up and down
 alike, in the dtype they have. Operators that add up many terms are moved by what rounding
-each term does, which is much more than a neighbouring value where the terms cancel. Operators
-that subtract inside, such as a normalisation, are given moved operands. Float32 islands in a
-float64 case are thus perturbed as float32.
+each term does, which is much more than a neighbouring value where the terms cancel. Kernels
+that sum and subtract inside, such as a normalisation, run as their parts. Float32 islands in
+a float64 case are thus perturbed as float32.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch._decomp import decomposition_table
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmd_verify.float64_mode import note_island
@@ -53,15 +54,22 @@ ADDING_OPERATORS: Final = frozenset(
         *("scatter_add", "avg_pool2d", "_adaptive_avg_pool2d"),
     )
 )
-# Operators in one kernel that subtract what they computed: rounding inside is as large as the
-# operands, however small the result. Batch normalisation of two samples returns +-1 and a
-# gradient of rounding alone; moving its results left the floor at a third, or at zero.
-CANCELLING_OPERATORS: Final = frozenset(
+# Operators whose kernel sums and subtracts inside: rounding in there is as large as what is
+# subtracted, however small the result, and a mean that is off moves every element alike. Torch's
+# own decompositions run instead, each of their operators perturbed. Moving results alone left a
+# floor of zero for the gradient of a batch norm of two samples, and a third of the noise of one
+# over images. Private `torch._decomp`: the only table of them.
+DECOMPOSED_OPERATORS: Final = frozenset(
     (
         *("native_layer_norm", "native_layer_norm_backward", "native_group_norm"),
         *("native_group_norm_backward", "native_batch_norm", "native_batch_norm_backward"),
-        *("_native_batch_norm_legit", "_fused_rms_norm_backward", "var", "std", "var_mean"),
         *("_softmax_backward_data", "_log_softmax_backward_data"),
+    )
+)
+# Likewise, of those without a decomposition: they are given moved operands.
+CANCELLING_OPERATORS: Final = frozenset(
+    (
+        *("_native_batch_norm_legit", "_fused_rms_norm_backward", "var", "std", "var_mean"),
         "_scaled_dot_product_flash_attention_for_cpu_backward",
         *("linalg_inv_ex", "_linalg_solve_ex", "linalg_cholesky_ex", "linalg_lu_factor_ex"),
         *("linalg_qr", "_linalg_svd", "_linalg_eigh", "_linalg_slogdet", "_linalg_det"),
@@ -121,6 +129,9 @@ class RandomRounding(TorchDispatchMode):
         """Run one operator and perturb its floating results in place."""
         named = dict(kwargs or {})
         name = func.overloadpacket.__name__
+        if name in DECOMPOSED_OPERATORS:
+            with self:
+                return decomposition_table[func](*args, **named)
         if name in CANCELLING_OPERATORS:
             moved = [self._moved(value) for value in args[:MOVED_OPERANDS]]
             args = (*moved, *args[MOVED_OPERANDS:])
