@@ -5,7 +5,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 WORKERS ?= 2
 
-.PHONY: help setup lint format types test test-fast table all
+.PHONY: help setup lint format types test test-fast table costs all
 
 help:  ## show this text
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | sort
@@ -32,5 +32,8 @@ test-fast:  ## tests without the slow ones and without real ranks
 
 table:  ## examples and Hugging Face types under the engine's styles; goes on where it was stopped
 	PYTHONPATH=. $(PYTHON) reports/table.py
+
+costs:  ## milliseconds per graph node of capture and partition, on a quiet machine
+	$(PYTHON) reports/costs.py
 
 all: lint types test  ## what CI runs

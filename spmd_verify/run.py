@@ -9,17 +9,14 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Final, Protocol
 
 from spmd_verify import record as records
 from spmd_verify.address import expand
-from spmd_verify.errors import RankError, SpmdVerifyError, UsageError
+from spmd_verify.errors import RankError, SpmdVerifyError
 from spmd_verify.exit_codes import fails
 from spmd_verify.options import MeshSpec, Options, check_rank_limit
 from spmd_verify.record import CaseInfo, Cell, Record
@@ -50,6 +47,7 @@ from spmd_verify.style_ids import select
 from spmd_verify.styles import axes_of
 from spmd_verify.verdict import LIMITS
 from spmd_verify.version import __version__
+from spmd_verify.whole_file import write_whole
 
 # The reference runs the model about 20 times where a cell runs it twice.
 _REFERENCE_PATIENCE: Final = 10.0
@@ -303,7 +301,7 @@ class _Run:
         self.progress.finished(cell)
         for report_format, path in self.options.reports:
             if report_format == "json" and path != "-":
-                _save(self.record, path)
+                write_whole(path, records.encode(self.record))
         is_failing = cell.verdict == "error" or fails(cell, strict=self.options.strict)
         self.is_stopped = self.options.stop_at_first and is_failing
 
@@ -329,28 +327,3 @@ def _empty_cell(
         log=log,
         skipped_reason=skipped_reason,
     )
-
-
-def _save(record: Record, path: str) -> None:
-    """Write the record so far whole or not at all.
-
-    Raises:
-        UsageError: `report-not-written`.
-    """
-    target = Path(path)
-    try:
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    except OSError as error:
-        raise UsageError(
-            f"Cannot write the report: {path!r}. Got {error.strerror}. Name a file in a folder "
-            f"that exists and can be written",
-            slug="report-not-written",
-        ) from error
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(records.encode(record))
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(target)
-    finally:
-        with suppress(FileNotFoundError):
-            os.unlink(temporary)

@@ -30,6 +30,7 @@ TORCH_FREE = {
     "user_code",
     "verdict",
     "version",
+    "whole_file",
 }
 # The comparison core sees tensors and layouts, never a process group.
 NO_DISTRIBUTED = {"verdict", "layouts", "record", "compare", "cause", "judge", "noise", "store"}

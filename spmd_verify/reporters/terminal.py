@@ -177,6 +177,9 @@ def _summary(record: Record) -> str:
         for cell in judged
         if cell.verdict not in ("mismatch", "semantic") and cell.counts.get("mismatch")
     ]
+    lines += [
+        f"note: {cell.id}: {cell.message}" for cell in judged if cell.message and cell not in failed
+    ]
     for address, notes in record.unknown.get("notes", {}).items():
         lines += [f"note: {address}: {note}" for note in notes]
     return "\n".join(lines)
