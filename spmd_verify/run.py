@@ -159,7 +159,7 @@ class _Run:
         try:
             self.progress.started(f"{address}: reference on one device")
             report = decode(self._ask_solo(LOAD_JOB, encode(case)), CaseReport)
-            self._describe(report, is_only=is_only)
+            self._describe(address, report, is_only=is_only)
             styles = list(self._selected(address, report))
             if not styles:
                 return
@@ -176,14 +176,17 @@ class _Run:
             if self.is_stopped:
                 return
 
-    def _describe(self, report: CaseReport, *, is_only: bool) -> None:
-        """Put what loading a case told into the record; of several cases, the environment."""
+    def _describe(self, address: str, report: CaseReport, *, is_only: bool) -> None:
+        """Put what loading a case told into the record; of several, hooks by their address."""
         self.record.environment = dict(report.environment)
         if is_only:
             self.record.case = CaseInfo(
                 path=report.path, source_hash=report.source_hash, seed=self.options.seed
             )
             self.record.discovered = report.discovered
+        else:
+            found = report.discovered.items()
+            self.record.discovered |= {f"{address}: {hook}": value for hook, value in found}
 
     def _selected(self, address: str, report: CaseReport) -> Iterator[str]:
         """Give the styles to run on a case."""

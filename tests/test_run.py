@@ -183,6 +183,7 @@ def test_a_wrong_case_among_others_costs_its_own_cells(
 
     assert verdicts(record) == ["error", "rounding"]
     assert "[no-module]" in record.cells[0].message
+    assert record.discovered[f"{model}: loss"].startswith("loss, line")
 
 
 def test_a_mesh_larger_than_allowed_is_refused(model: str) -> None:

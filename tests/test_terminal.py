@@ -167,3 +167,9 @@ def test_notes_of_the_case_are_printed_last() -> None:
     record = Record(cells=[_cell()], unknown={"notes": {"mlp.py": ["a projection is used"]}})
 
     assert render(record).splitlines()[-1] == "note: mlp.py: a projection is used"
+
+
+def test_what_a_passing_cell_has_to_say_is_a_note() -> None:
+    text = render(Record(cells=[_cell(message="the eval forward failed"), _failing()]))
+
+    assert text.endswith("note: mlp.py/replicate: the eval forward failed")
