@@ -1,7 +1,7 @@
 """What capture and partition cost per graph node, and how that grows with depth.
 
 Run on a quiet machine: `make costs` prints the table and writes reports/costs.md. Times are
-process times of one thread, the better of two runs; the partition is the slowest of the four modes.
+process times of one thread, of one run; the partition is the slowest of the four modes.
 """
 
 from __future__ import annotations
@@ -24,25 +24,21 @@ from spmd_verify.hf_shrink import rules  # noqa: E402
 
 EXAMPLES = ("mlp", "transformer", "conv", "moe", "recurrent")
 DEPTHS = (2, 4, 8, 16)
-RANKS, RUNS = 4, 2
+RANKS = 4
 COLUMNS = ("case", "nodes", "capture s", "partition s", "ms / node")
 
 
 def cost(name: str, address: str) -> list[str]:
     """Return one row of the table."""
-    best: tuple[float, float] | None = None
-    for _ in range(RUNS):
-        captured = Captured(address, "float32")
-        slowest = 0.0
-        for mode in MODES:
-            start = time.process_time()
-            partitioned(captured, mode, RANKS)
-            slowest = max(slowest, time.process_time() - start)
-        if best is None or captured.seconds + slowest < sum(best):
-            best = captured.seconds, slowest
-    assert best is not None
-    nodes = captured.nodes
-    row = [name, str(nodes), f"{best[0]:.2f}", f"{best[1]:.2f}", f"{1e3 * sum(best) / nodes:.2f}"]
+    captured = Captured(address, "float32")
+    slowest = 0.0
+    for mode in MODES:
+        start = time.process_time()
+        partitioned(captured, mode, RANKS)
+        slowest = max(slowest, time.process_time() - start)
+    total, nodes = captured.seconds + slowest, captured.nodes
+    times = (captured.seconds, slowest, 1e3 * total / nodes)
+    row = [name, str(nodes), *(f"{value:.2f}" for value in times)]
     sys.stderr.write("  ".join(row) + "\n")
     return row
 

@@ -222,6 +222,8 @@ def test_nothing_is_left_of_a_stopped_command(
         env={**os.environ, "PIDS": str(pids), "TMPDIR": str(folder)},
         cwd=Path(__file__).parent.parent,
         stderr=subprocess.DEVNULL,
+        # A shell's background job ignores SIGINT and hands that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 90
     while len(list(pids.iterdir())) < 2:
