@@ -1,7 +1,7 @@
 """What capture and partition cost per graph node, and how that grows with depth.
 
 Run on a quiet machine: `make costs` prints the table and writes reports/costs.md. Times are
-process times of one thread, of one run; the partition is the slowest of the four modes.
+process times of one thread, of one run after one that imports what is needed; the partition is the slowest of the four modes.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def cost(name: str, address: str) -> list[str]:
 def main() -> int:
     """Measure everything and write the report."""
     torch.set_num_threads(1)
+    cost("warm-up", str(ROOT / "examples" / "mlp.py"))
     examples = [cost(name, str(ROOT / "examples" / f"{name}.py")) for name in EXAMPLES]
     depths = [cost(f"llama, {n} layers", f"hf:llama?num_hidden_layers={n}") for n in DEPTHS]
     types = [cost(name, f"hf:{name}") for name in rules()["types"]]
