@@ -14,12 +14,12 @@ setup:  ## install the package with everything the tests need
 	$(PYTHON) -m pip install -e '.[hf,test]'
 
 lint:  ## ruff: style and format
-	$(PYTHON) -m ruff check spmd spmd_verify tests examples
-	$(PYTHON) -m ruff format --check spmd spmd_verify tests examples
+	$(PYTHON) -m ruff check spmd spmd_verify tests examples reports
+	$(PYTHON) -m ruff format --check spmd spmd_verify tests examples reports
 
 format:  ## rewrite the sources in ruff's format
-	$(PYTHON) -m ruff check --fix spmd spmd_verify tests examples
-	$(PYTHON) -m ruff format spmd spmd_verify tests examples
+	$(PYTHON) -m ruff check --fix spmd spmd_verify tests examples reports
+	$(PYTHON) -m ruff format spmd spmd_verify tests examples reports
 
 types:  ## mypy
 	$(PYTHON) -m mypy

@@ -1,7 +1,8 @@
 """What capture and partition cost per graph node, and how that grows with depth.
 
 Run on a quiet machine: `make costs` prints the table and writes reports/costs.md. Times are
-process times of one thread, of one run after one that imports what is needed; the partition is the slowest of the four modes.
+process times of one thread, of one run; an earlier one has imported what is needed. The
+partition is the slowest of the four modes.
 """
 
 from __future__ import annotations
