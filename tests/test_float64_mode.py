@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from judging import make_case
+from judging_cases import make_case
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from judging import Bench, Whole, make_case
+from judging import Bench, Whole
+from judging_cases import make_case
 from torch import Tensor, nn
 
 from spmd_verify.cause import factor_meaning

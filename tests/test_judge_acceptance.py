@@ -17,8 +17,8 @@ from judging import (
     SplitContraction,
     failing,
     judge_runs,
-    make_case,
 )
+from judging_cases import make_case
 
 FAULTED = {
     "mlp": "net.0.weight",

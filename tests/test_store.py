@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from judging import Bench, make_case
+from judging import Bench
+from judging_cases import make_case
 from torch import Tensor, nn
 
 from spmd_verify.errors import InternalError
