@@ -32,6 +32,8 @@ EXAMPLE_MESHES = ("2", "3", "4")
 # A float64 row whose noise is this far above its scale is fed by a coarser island: float64
 # rounding stays a thousand times below, float32 rounding a thousand times above.
 ISLAND = 1e-10
+# What float64 rows and undetermined rows of a case are held to; what is above is named.
+SMALL_ERROR, MOST_UNDETERMINED = 1e-12, 0.02
 PASSING = ("exact", "rounding", "undetermined")
 
 
@@ -133,16 +135,26 @@ def render() -> str:
     passing = [cell for _, cell in cells if cell["verdict"] in PASSING]
     in_float64 = [cell for result, cell in cells if result["dtype"] == "float64"]
     errors = [cell["error_by_scale"] for cell in in_float64 if cell["verdict"] in PASSING]
-    shares = [_undetermined(result) for result in results]
+    above = [
+        f"{result['case']} ({result['dtype']}, {share:.1%})"
+        for result in results
+        if (share := _undetermined(result)) > MOST_UNDETERMINED
+    ]
+    loud = {
+        result["case"]
+        for result, cell in cells
+        if result["dtype"] == "float64" and cell["error_by_scale"] > SMALL_ERROR
+    }
     reasons = sum((Counter(cell["reasons"]) for _, cell in cells), Counter())
     head = [
         "Written by `make table` (reports/table.py): lock-step runner, 3 steps, the case's own "
-        "optimizer or AdamW, seed 0.",
+        "optimizer or AdamW, seed 0. The last column is the commit that computed a row.",
+        "",
         f"- {len(results)} of {len(planned())} runs done, {len(passing)} of {len(cells)} cells "
         f"pass, {sum('refused' in result for result in results)} cases refused",
         f"- worst error / ||S|| in float64, rows fed by a float32 island apart: "
-        f"{max(errors, default=0.0):.1e}",
-        f"- runs with more than 2 % undetermined rows: {sum(share > 0.02 for share in shares)}",
+        f"{max(errors, default=0.0):.1e}; above {SMALL_ERROR:.0e}: {', '.join(loud) or 'none'}",
+        f"- more than {MOST_UNDETERMINED:.0%} undetermined rows: {', '.join(above) or 'none'}",
         *(f"- undetermined, {number} rows: {reason}" for reason, number in reasons.most_common()),
     ]
     columns = ["case", "dtype", "cells", "verdicts", "worst error / noise", "worst error / S",
