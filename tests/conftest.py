@@ -40,3 +40,16 @@ def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     ranks = Ranks(str(tmp_path_factory.mktemp("ranks")))
     yield ranks
     ranks.stop()
+
+
+# Tables of like cases, minutes each; `make test-fast` runs every eighth of them.
+TABLES = ("test_constructs_", "test_optimizers", "test_hf_engine", "test_judge_acceptance")
+KEPT = 8
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark all but a sample of the large tables slow."""
+    tables = [item for item in items if item.path.name.startswith(TABLES)]
+    for number, item in enumerate(tables):
+        if number % KEPT:
+            item.add_marker(pytest.mark.slow)
