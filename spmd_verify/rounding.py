@@ -80,8 +80,7 @@ CANCELLING_OPERATORS: Final = frozenset(
 # that kernels write to.
 MOVED_OPERANDS: Final = 2
 # Share of their elements moved: a variance of 2/3 ulp^2 is that of eight roundings, about
-# what such a kernel does. With a sixth, two samples that cancel stayed exactly zero in three
-# of five runs, and a floor of zero forgives nothing.
+# what such a kernel does.
 MOVED_OPERAND_SHARE: Final = 2.0 / 3.0
 # Standard deviation of the rounding of one term, in u. A product that is rounded to nearest
 # and added with one more rounding: sqrt(2) / sqrt(3).

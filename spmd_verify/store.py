@@ -54,7 +54,6 @@ class Entry(msgspec.Struct, kw_only=True):
             step or before, a buffer that was never written.
         value: The number itself, for tensors of one element.
         floors: By run; empty where values are compared bit by bit.
-        is_anchored_too: Carried over, and only the anchored run has a usable floor for it.
     """
 
     step: int
@@ -66,7 +65,11 @@ class Entry(msgspec.Struct, kw_only=True):
     has_signal: bool = True
     value: float | None = None
     floors: dict[str, FloorInfo] = {}
-    is_anchored_too: bool = False
+
+    @property
+    def is_anchored_too(self) -> bool:
+        """Say whether it is carried over and only the anchored run has a usable floor for it."""
+        return "anchored" in self.floors and self.stage in CARRIED_STAGES
 
 
 class Index(msgspec.Struct, kw_only=True):
@@ -237,7 +240,6 @@ def _entry(
         has_signal=_has_signal(reference, step, stage, name, trainable),
         value=float(value) if value.numel() == 1 and not value.is_complex() else None,
         floors=floors,
-        is_anchored_too="anchored" in floors and stage in CARRIED_STAGES,
     )
 
 

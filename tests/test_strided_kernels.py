@@ -127,5 +127,6 @@ def test_every_kernel_that_misreads_gaps_is_given_none() -> None:
     known = {(func, place) for func, places in READ_IN_ORDER.items() for place in places}
     assert probe.misread <= known, probe.misread - known
     assert len(probe.asked) > 1500
-    # The probe can fail, and the list has nothing that is not needed.
+    # The probe can fail, and no operator is listed without need. Positions may be: whether gaps
+    # in statistics show depends on the batch size.
     assert {func for func, _ in probe.misread} == set(READ_IN_ORDER)
