@@ -100,9 +100,12 @@ def _cell(cell: Any) -> dict[str, Any]:
     passing = [row for row in cell.tensors if row.verdict == "rounding" and row.noise is not None]
     fine = [row for row in passing if row.noise <= ISLAND * _scale(row)]
     undetermined = [row for row in cell.tensors if row.verdict == "undetermined"]
+    loudest = max(fine, key=lambda row: row.error / _scale(row), default=None)
     return {
         "style": cell.style,
-        "error_by_scale": max((row.error / _scale(row) for row in fine), default=0.0),
+        "error_by_scale": 0.0 if loudest is None else loudest.error / _scale(loudest),
+        # What one device's own noise runs differ by in that very tensor.
+        "noise_by_scale": 0.0 if loudest is None else loudest.noise / _scale(loudest),
         "coarse_rows": len(passing) - len(fine),
         "reasons": dict(Counter(_kind(row.unknown.get("reason")) for row in undetermined)),
         "mesh": cell.mesh,
@@ -141,7 +144,8 @@ def render() -> str:
         if (share := _undetermined(result)) > MOST_UNDETERMINED
     ]
     loud = {
-        result["case"]
+        f"{result['case']} ({cell['style']}: one device's own noise in that tensor is "
+        f"{cell['noise_by_scale']:.1e})"
         for result, cell in cells
         if result["dtype"] == "float64" and cell["error_by_scale"] > SMALL_ERROR
     }
@@ -153,7 +157,7 @@ def render() -> str:
         f"- {len(results)} of {len(planned())} runs done, {len(passing)} of {len(cells)} cells "
         f"pass, {sum('refused' in result for result in results)} cases refused",
         f"- worst error / ||S|| in float64, rows fed by a float32 island apart: "
-        f"{max(errors, default=0.0):.1e}; above {SMALL_ERROR:.0e}: {', '.join(loud) or 'none'}",
+        f"{max(errors, default=0.0):.1e}; above {SMALL_ERROR:.0e}: {', '.join(sorted(loud)) or 'none'}",
         f"- more than {MOST_UNDETERMINED:.0%} undetermined rows: {', '.join(above) or 'none'}",
         *(f"- undetermined, {number} rows: {reason}" for reason, number in reasons.most_common()),
     ]

@@ -44,7 +44,7 @@ class Floor:
         scale_rows: Norm of S by row, float64 [rows].
         undetermined_rows: Rows that hold an element which only rounding decides, bool [rows];
             they are judged by their own floor alone. None where there are none.
-        undetermined_elements: How many such elements.
+        undetermined_elements: How many such elements moved enough to decide nothing.
         reason: Why the floor decides nothing, if it does not.
     """
 

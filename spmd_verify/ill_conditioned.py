@@ -15,7 +15,15 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from spmd_verify.floors import AMPLIFIED, FEW_ELEMENTS, Ensemble, Floor, Key, rms
+from spmd_verify.floors import (
+    AMPLIFIED,
+    FEW_ELEMENTS,
+    NEGLIGIBLE_SHARE,
+    Ensemble,
+    Floor,
+    Key,
+    rms,
+)
 from spmd_verify.norms import row_sums, rows_of
 
 # The gradient interval is [g - delta, g + delta], delta this multiple of the largest error
@@ -33,12 +41,15 @@ class UpdateNoise:
         initial: Parameters before the first step that is taken in.
         flips: Per step, the elements whose update that step only rounding decides, bool, by
             parameter; parameters without any are absent.
-        undetermined: By parameter, elements that were decided so in any step until now.
+        set_apart: By parameter, elements that were decided so in any step until now. Their rows
+            are judged by their own floor, so that they do not hide what happens in the rest.
+        undetermined: Those of them that moved enough to say nothing of the candidate.
     """
 
     ensemble: Ensemble
     initial: Mapping[str, Tensor]
     flips: list[dict[str, Tensor]] = field(default_factory=list)
+    set_apart: dict[str, Tensor] = field(default_factory=dict)
     undetermined: dict[str, Tensor] = field(default_factory=dict)
     _largest_noise: dict[str, Tensor] = field(default_factory=dict)
     _largest_gradient: dict[str, Tensor] = field(default_factory=dict)
@@ -97,7 +108,11 @@ class UpdateNoise:
             reach = float(moved[spans].max())
             if reach > AMPLIFIED * self._roundoff * typical:
                 self.flips[-1][name] = spans
-                self.undetermined[name] = _union(self.undetermined.get(name), spans)
+                self.set_apart[name] = _union(self.set_apart.get(name), spans)
+                # An interval far inside the step that the rest takes decides: both sides
+                # agree that the element does not move.
+                if reach > NEGLIGIBLE_SHARE * typical:
+                    self.undetermined[name] = _union(self.undetermined.get(name), spans)
                 reach *= 2.0  # from one end of the interval to the other
             predicted = torch.where(spans, predicted + reach, predicted)
         self._predicted[name] = predicted
@@ -131,7 +146,7 @@ class UpdateNoise:
         """Raise a floor to predicted elementwise noise; mark rows of undetermined elements."""
         squares = row_sums(predicted.square())
         floor.noise_rows = torch.maximum(floor.noise_rows, squares.sqrt())
-        spans = self.undetermined.get(name)
+        spans = self.set_apart.get(name)
         if spans is None:
             floor.noise = max(floor.noise, float(squares.sum().sqrt()))
             return
@@ -140,7 +155,8 @@ class UpdateNoise:
             floor.noise = max(floor.noise, float(squares.sum().sqrt()))
             return
         floor.undetermined_rows = marked
-        floor.undetermined_elements = int(spans.sum())
+        undetermined = self.undetermined.get(name)
+        floor.undetermined_elements = 0 if undetermined is None else int(undetermined.sum())
         # The tensor's floor is over the other rows: one element that moves by the learning
         # rate must not hide what happens in the rest.
         own = self.ensemble.rows.get((step, "parameters", name))

@@ -197,6 +197,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3),
+    "adam": lambda params: torch.optim.Adam(params, lr=1e-3),
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-3, centered=True),
 }

@@ -187,6 +187,20 @@ def test_under_sgd_the_same_elements_are_decided(bench: Benches) -> None:
     assert rows[0, "parameters", "k.bias"] in ("rounding", "exact", "not_exercised")
 
 
+def test_an_interval_far_inside_the_usual_update_decides(bench: Benches) -> None:
+    """In float64 Adam's eps is far above the key bias's gradient: it hardly moves on any side."""
+    judged = bench("transformer", "float64", "adam")
+    found = judged.judge(CLEAN["contraction in 2"])
+    rows = {(r.step, r.stage, r.name): r for r in found.rows}
+    assert rows[0, "parameters", "k.bias"].verdict in ("rounding", "exact")
+
+    free = judged.device.run()
+    free.steps[0]["parameters"]["k.bias"] = free.steps[0]["parameters"]["k.bias"] + 1e-6
+    found = judge_runs(judged.store, free, judged.device.run(anchors=judged.reference.run))
+    assert found.first_divergence is not None
+    assert found.first_divergence.tensor == "k.bias"
+
+
 def test_an_update_outside_its_interval_is_a_mismatch(bench: Benches) -> None:
     judged = bench("transformer", "float32")
     free = judged.device.run()
