@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
+from spmd_verify.naming import Names
 from spmd_verify.trajectory import (
     StepRecord,
     flatten,
@@ -73,6 +74,8 @@ def observed(
 class Observer:
     """Context around one training step that fills `record`.
 
+    `is_entered` is False where the model is a wrapper whose own forward never ran.
+
     A second value of the same name in one step (a module used twice, a second forward) is
     named `name#2`, and so on. Forwards that run inside backward (activation checkpointing)
     are recomputation and not recorded.
@@ -86,6 +89,7 @@ class Observer:
         argument_names: Sequence[str] | None = None,
         with_module_outputs: bool = True,
         order_gradients: bool = False,
+        names: Names | None = None,
     ) -> None:
         """Remember what to watch; nothing is hooked before `__enter__`.
 
@@ -97,12 +101,16 @@ class Observer:
             with_module_outputs: Whether to hook every module.
             order_gradients: Record gradients in the order autograd finished them. Needs
                 leaf hooks, so it is for eager single-device runs.
+            names: What a style's model calls its parts; by their paths when left out. A second
+                tensor of one name (a broken tie) is recorded as `name@1`.
         """
         self.model = model
         self.optimizers = optimizers_of(optimizer)
         self.argument_names = argument_names
         self.with_module_outputs = with_module_outputs
         self.order_gradients = order_gradients
+        self.names = names
+        self.is_entered = True
         self.record: StepRecord = {stage: {} for stage in INNER_STAGES}
         self._finished: dict[str, None] = {}
         self._is_clipped = False
@@ -148,16 +156,21 @@ class Observer:
 
     def _hook_modules(self, undo: ExitStack) -> None:
         """Hook the root's inputs and, if asked, every module's outputs."""
-        handle = self.model.register_forward_pre_hook(self._on_inputs, with_kwargs=True)
+        root = dict(self._modules()).get("", self.model)
+        handle = root.register_forward_pre_hook(self._on_inputs, with_kwargs=True)
         undo.callback(handle.remove)
+        if root is not self.model:
+            undo.callback(self.model.register_forward_pre_hook(self._on_entry).remove)
+            self.is_entered = False
         if not self.with_module_outputs:
             return
-        for raw, module in self.model.named_modules():
-            name = normalised(raw)
-            if module is not self.model and not name:
-                continue  # what a wrapper wraps: its output is the root's
+        for name, module in self._modules():
             hook = self._output_hook(name or ROOT)
             undo.callback(module.register_forward_hook(hook).remove)
+
+    def _on_entry(self, _module: nn.Module, _args: tuple[Any, ...]) -> None:
+        """Note that the wrapper's forward ran, and not only what it wraps."""
+        self.is_entered = True
 
     def _on_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record what reached the root's forward, by dotted argument path."""
@@ -181,6 +194,23 @@ class Observer:
 
         return on_output
 
+    def _modules(self) -> list[tuple[str, nn.Module]]:
+        """Return the modules to watch; what a wrapper wraps is left out: its output is the root's."""
+        if self.names is not None:
+            return self.names.modules(self.model)
+        named = [(normalised(raw), module) for raw, module in self.model.named_modules()]
+        return [(name, module) for name, module in named if name or module is self.model]
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """Return the live parameters by name."""
+        if self.names is None:
+            return named_parameters(self.model)[0]
+        return {
+            name if not at else f"{name}@{at}": tensor
+            for name, tensors in self.names.parameters(self.model).items()
+            for at, tensor in enumerate(tensors)
+        }
+
     # -- backward and update -----------------------------------------------------------------
 
     def _hook_gradients(self, undo: ExitStack) -> None:
@@ -190,7 +220,7 @@ class Observer:
             undo.callback(handle.remove)
         if not self.order_gradients:
             return
-        for name, parameter in named_parameters(self.model)[0].items():
+        for name, parameter in self._parameters().items():
             if parameter.requires_grad and parameter.is_leaf:
                 hook = self._finished_hook(name)
                 undo.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
@@ -210,14 +240,14 @@ class Observer:
         if not self._is_clipped:
             self._read_gradients(members if len(self.optimizers) > 1 else None)
             return
-        for name, parameter in named_parameters(self.model)[0].items():
+        for name, parameter in self._parameters().items():
             if id(parameter) in members and parameter.grad is not None:
                 self.add("clipping", name, parameter.grad)
 
     def _read_gradients(self, members: set[int] | None = None) -> None:
         """Record the gradients of `members`, or of all parameters, as they are now."""
         self._has_gradients = True
-        live = named_parameters(self.model)[0]
+        live = self._parameters()
         ordered = [*self._finished, *(name for name in live if name not in self._finished)]
         for name in ordered:
             parameter = live[name]

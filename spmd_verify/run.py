@@ -171,10 +171,18 @@ class _Run:
                 raise
             self._add_wrong_case(address, styles, error)
             return
-        for mesh, style in itertools.product(options.meshes, styles):
+        for mesh, style in self._cells(styles, report):
             self._judge_style(case, style, mesh, store_path)
             if self.is_stopped:
                 return
+
+    def _cells(self, styles: list[str], report: CaseReport) -> Iterator[tuple[MeshSpec, str]]:
+        """Give mesh and style of every cell; a style with a mesh of its own has one cell."""
+        for mesh in self.options.meshes:
+            yield from ((mesh, style) for style in styles if style not in report.meshes)
+        for style in styles:
+            if style in report.meshes:
+                yield MeshSpec(tuple(report.meshes[style].items())), style
 
     def _describe(self, address: str, report: CaseReport, *, is_only: bool) -> None:
         """Put what loading a case told into the record; of several, hooks by their address."""

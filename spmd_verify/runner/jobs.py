@@ -37,6 +37,7 @@ from spmd_verify.runner.worker import Context, job
 from spmd_verify.single import make_reference
 from spmd_verify.store import Store, write_store
 from spmd_verify.styles.base import Style, StyleContext, mesh_coordinates
+from spmd_verify.styles.user import mesh_of
 from spmd_verify.trajectory import named_parameters
 
 
@@ -63,6 +64,9 @@ def describe_case(context: Context, payload: bytes) -> bytes:
             user_styles=list(case.user_styles),
             discovered=case.discovered,
             environment=environment,
+            meshes={
+                name: mesh for name in case.user_styles if (mesh := mesh_of(case, name)) is not None
+            },
         )
     )
 
@@ -113,7 +117,7 @@ def run_cell(context: Context, payload: bytes) -> bytes:
     spec = decode(payload, CellSpec)
     case = _loaded(context, spec.case)
     mesh = _style_context(context, spec)
-    run = Drive(styles.find(spec.style), case, mesh, Store(spec.store_path), context.note)
+    run = Drive(styles.find(spec.style, case), case, mesh, Store(spec.store_path), context.note)
     facts = run.run()
     return encode(
         CellReport(
@@ -121,7 +125,7 @@ def run_cell(context: Context, payload: bytes) -> bytes:
             fallbacks=dict(facts.get("fallbacks", {})),
             collectives=dict(facts.get("collectives", {})),
             captures=int(facts.get("captures", 0)),
-            notes=run.notes,
+            notes=[*run.notes, *facts.get("notes", ())],
         )
     )
 
@@ -146,7 +150,7 @@ def locate_operator(context: Context, payload: bytes) -> bytes:
     in float64, where an operator's rounding hides nothing, then in the case's dtype.
     """
     request = decode(payload, LocateRequest)
-    style = styles.find(request.cell.style)
+    style = styles.find(request.cell.style, _loaded(context, request.cell.case))
     if "lockstep" not in style.runners:
         return encode(LocateReport())
     for dtype in dict.fromkeys(("float64", request.cell.case.dtype)):

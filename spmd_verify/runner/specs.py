@@ -49,6 +49,7 @@ class CaseReport(msgspec.Struct, frozen=True):
         user_styles: Names of the file's own styles.
         discovered: What was found for every hook.
         environment: Versions and machine, for the record.
+        meshes: What `mesh_NAME()` says, by style.
     """
 
     path: str
@@ -56,6 +57,7 @@ class CaseReport(msgspec.Struct, frozen=True):
     user_styles: list[str]
     discovered: dict[str, str]
     environment: dict[str, str]
+    meshes: dict[str, dict[str, int]] = {}
 
 
 class ReferenceSpec(msgspec.Struct, frozen=True):

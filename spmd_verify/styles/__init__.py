@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 from spmd_verify.errors import Unsupported
 
 if TYPE_CHECKING:
+    from spmd_verify.case import LoadedCase
     from spmd_verify.styles.base import Style
 
 ENTRY_POINT_GROUP: Final = "spmd_verify.styles"
@@ -35,12 +36,17 @@ def axes_of(name: str, axes: Mapping[str, int]) -> dict[str, int]:
     return dict(axes)
 
 
-def find(name: str) -> Style:
-    """Return a style: built-in, of an entry point, or by its place `package.module:STYLE`.
+def find(name: str, case: LoadedCase | None = None) -> Style:
+    """Return a style: of the case file, built-in, of an entry point, or by its place
+    `package.module:STYLE`.
 
     Raises:
         Unsupported: `style-not-yet`, where this version knows no such style.
     """
+    if case is not None and name in case.user_styles:
+        from spmd_verify.styles.user import user_style
+
+        return user_style(name, case)
     home = _HOMES.get(name)
     if home is None and ":" in name:
         home = name

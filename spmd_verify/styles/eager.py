@@ -1,0 +1,321 @@
+"""Styles that train a real module with real collectives: torch's own and the user's.
+
+One process per rank. A rank builds the case's model, lets the style change it, and runs the
+step on its part of the batch under an `Observer`. Design: docs/design.md 3.5.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from spmd_verify.case import LoadedCase
+from spmd_verify.errors import Unsupported
+from spmd_verify.layouts import describe, region, take
+from spmd_verify.naming import Names
+from spmd_verify.observe import Observer, positional_names
+from spmd_verify.seeding import seed_all
+from spmd_verify.single import labels
+from spmd_verify.styles.base import Observation, Observed, StyleContext
+from spmd_verify.styles.inference import WHOLE, Ambiguous, Chunk, infer
+from spmd_verify.styles.local_parts import is_distributed, local_part
+from spmd_verify.trajectory import flatten, optimizers_of
+
+# A second tensor of one name on this rank, see `observe.Observer`.
+_COPY: Final = re.compile(r"@\d+$")
+
+
+class Recipe(Protocol):
+    """How one eager style changes a model.
+
+    Attributes:
+        name: Its id.
+        is_per_rank: Its published definition is per rank: what differs because of that is
+            `semantic`, not `mismatch`.
+    """
+
+    name: str
+    is_per_rank: bool
+
+    def apply(self, case: LoadedCase, model: nn.Module, mesh: Any) -> tuple[nn.Module, Any]:
+        """Return the parallel model, and its optimizer where the style builds its own."""
+        ...
+
+    def step(
+        self, case: LoadedCase, model: nn.Module, optimizer: Any, batch: Any, mesh: Any
+    ) -> Any:
+        """Run one training step on this rank's part of the batch; return its loss."""
+        ...
+
+    def evaluate(self, case: LoadedCase, model: nn.Module, batch: Any, mesh: Any) -> Any:
+        """Run one eval forward on this rank's part; None where the style has none."""
+        ...
+
+    def layout(self, case: LoadedCase, name: str, axes: Mapping[str, int]) -> Any:
+        """Return the declared layout of a plain parameter, None where none is declared."""
+        ...
+
+    def checked_part(self, path: str, size: int, axis: str, ranks: int) -> None:
+        """Refuse a batch dim that the style cannot split over an axis.
+
+        Raises:
+            Unsupported: Naming input, sizes and what would work.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class EagerStyle:
+    """One recipe as a style.
+
+    Attributes:
+        recipe: How the model is changed.
+        runners: Real processes only.
+    """
+
+    recipe: Recipe
+    runners: frozenset[str] = frozenset({"processes"})
+
+    @property
+    def name(self) -> str:
+        """Return the recipe's id."""
+        return self.recipe.name
+
+    def build(self, case: LoadedCase, context: StyleContext) -> EagerRun:
+        """Build model, optimizer and step on this rank.
+
+        Raises:
+            Unsupported: Under lockstep, which has no ranks; an ambiguous layout.
+        """
+        if context.is_lockstep:
+            raise Unsupported(
+                f"{self.name} trains real modules with real collectives, which lock-step has "
+                f"not. Use --runner processes",
+                slug="needs-processes",
+            )
+        return EagerRun(self.recipe, case, context)
+
+
+class EagerRun:
+    """One model under one eager style on this rank."""
+
+    def __init__(self, recipe: Recipe, case: LoadedCase, context: StyleContext) -> None:
+        """Build the model, apply the style and find out what each rank holds."""
+        self.recipe = recipe
+        self.case = case
+        self.context = context
+        self.axes = dict(context.axes)
+        self.coordinate = context.coordinates[0]
+        self.mesh = context.kept("mesh", context.device_mesh)
+        model = case.build_model().to(context.device)
+        self.names = Names(model)
+        self.argument_names = positional_names(model)
+        self.is_entered = True
+        whole = {
+            name: tensors[0].detach().clone()
+            for kind in (self.names.parameters(model), self.names.buffers(model))
+            for name, tensors in kind.items()
+        }
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
+        seed_all(case.seed)
+        self.model, optimizer = recipe.apply(case, model, self.mesh)
+        self.optimizer = case.optimizer(self.model) if optimizer is None else optimizer
+        self.layouts = self._layouts(whole)
+
+    def step(self, index: int, batch: Any) -> Observation:
+        """Run one training step; see `StyleRun.step`."""
+        del index
+        part = self._part(batch)
+        observer = Observer(
+            self.model, self.optimizer, names=self.names, argument_names=self.argument_names
+        )
+        with observer, self.case.factory_mode():
+            for name, tensor in labels(self.case, part):
+                observer.add("inputs", name, tensor)
+            loss = self.recipe.step(self.case, self.model, self.optimizer, part, self.mesh)
+        self.is_entered &= observer.is_entered
+        if loss is not None:
+            observer.add_loss(loss)
+        return {stage: self._seen(stage, tensors) for stage, tensors in observer.record.items()}
+
+    def state(self) -> Observation:
+        """Return the live tensors by the single-device model's names."""
+        found: dict[str, dict[str, Observed]] = {
+            "parameters": {},
+            "buffers": {},
+            "optimizer_state": {},
+        }
+        for stage, named in (
+            ("parameters", self.names.parameters(self.model)),
+            ("buffers", self.names.buffers(self.model)),
+        ):
+            for name, tensors in named.items():
+                found[stage][name] = self._observed(stage, name, [t.detach() for t in tensors])
+        for owner, key, container, at in self.names.state(self.model, self.optimizer):
+            value = container[at]
+            if not isinstance(value, Tensor):
+                value = torch.tensor(float(value), dtype=torch.float64)
+            found["optimizer_state"][f"{owner}.{key}"] = self._observed(
+                "optimizer_state", owner, [value.detach()]
+            )
+        return found
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers; their groups are live."""
+        return optimizers_of(self.optimizer)
+
+    def evaluate(self, batch: Any) -> Mapping[str, Observed] | None:
+        """Run one eval forward on this rank's part."""
+        part = self._part(batch)
+        self.model.eval()
+        try:
+            with torch.no_grad(), self.case.factory_mode():
+                output = self.recipe.evaluate(self.case, self.model, part, self.mesh)
+        finally:
+            self.model.train()
+        if output is None:
+            return None
+        return self._seen("eval_outputs", dict(flatten(output, "model")))
+
+    def locate(self, batch: Any) -> tuple[str, str | None] | None:  # noqa: ARG002 - no graph
+        """Return None: there is no graph to compare operators of."""
+        return None
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return what the report says of this run."""
+        return {"notes": list(self._notes())}
+
+    def _notes(self) -> Iterator[str]:
+        """Say what was inferred, and what of the optimizer is not the model's."""
+        inferred = {
+            name: describe(layout)
+            for name, (layout, is_inferred) in self.layouts.items()
+            if is_inferred and describe(layout).strip("R,")
+        }
+        if inferred:
+            shown = ", ".join(f"{name} {text}" for name, text in inferred.items())
+            yield f"layouts inferred from shapes and initial values: {shown}"
+        if not self.is_entered:
+            yield "the wrapper's forward never ran: the step calls what it wraps"
+        foreign = self.names.foreign(self.model, self.optimizer)
+        if foreign:
+            yield f"the optimizer holds {foreign} tensors that are not the model's parameters"
+
+    # -- layouts -----------------------------------------------------------------------------
+
+    def _layouts(self, whole: Mapping[str, Tensor]) -> dict[str, tuple[Any, bool]]:
+        """Return the layout of every plain tensor of the model, and whether it was inferred."""
+        found: dict[str, tuple[Any, bool]] = {}
+        plain: dict[str, Tensor] = {}
+        for named in (self.names.parameters(self.model), self.names.buffers(self.model)):
+            for name, tensors in named.items():
+                declared = self.recipe.layout(self.case, name, self.axes)
+                if declared is not None:
+                    found[name] = (declared, False)
+                elif not is_distributed(tensors[0]):
+                    plain[name] = tensors[0].detach()
+        try:
+            inferred = infer(plain, whole, self.axes, self.coordinate)
+        except Ambiguous as error:
+            raise Unsupported(
+                f"The layout of a plain tensor cannot be told from its shape and initial "
+                f"values: {error}. Say which in layout_{self.name_of_hook()}()",
+                slug="ambiguous-layout",
+            ) from error
+        return {**found, **{name: (layout, True) for name, layout in inferred.items()}}
+
+    def name_of_hook(self) -> str:
+        """Return the suffix of this style's hooks."""
+        return self.recipe.name
+
+    def _seen(self, stage: str, tensors: Mapping[str, Tensor]) -> dict[str, Observed]:
+        """Return what one stage showed, copies of one name together."""
+        grouped: dict[str, list[Tensor]] = {}
+        for name, tensor in tensors.items():
+            grouped.setdefault(_COPY.sub("", name), []).append(tensor)
+        return {name: self._observed(stage, name, values) for name, values in grouped.items()}
+
+    def _observed(self, stage: str, name: str, values: list[Tensor]) -> Observed:
+        """Return tensors of one name with their layout.
+
+        Gradients and state follow their parameter where they have its local shape; state of
+        another shape, such as a step counter, is whole.
+        """
+        local, layout = local_part(values[0], self.mesh, self.axes)
+        locals_ = [local, *(local_part(value, self.mesh, self.axes)[0] for value in values[1:])]
+        if layout is None and stage in ("gradients", "clipping", "parameters", "buffers"):
+            layout = self._plain_layout(name, local)
+        elif layout is None and stage == "optimizer_state":
+            layout = self._plain_layout(name, local) or (WHOLE,) * len(self.axes)
+        return Observed(locals_, layout, [self.coordinate] * len(locals_))
+
+    def _plain_layout(self, name: str, local: Tensor) -> Any:
+        """Return the layout of a plain tensor that belongs to a parameter or buffer."""
+        layout = self.layouts.get(name, (None, False))[0]
+        if layout is None:
+            return None
+        part = region(self.shapes[name], layout, tuple(self.axes.values()), self.coordinate)
+        return layout if part.shape == tuple(local.shape) else None
+
+    # -- batch -------------------------------------------------------------------------------
+
+    def _part(self, batch: Any) -> Any:
+        """Return this rank's part of a global batch."""
+        sharding = self.case.sharding(tuple(self.axes), self.recipe.name)
+        leaves, spec = pytree.tree_flatten(batch)
+        parts = [
+            self._part_of(path, leaf, sharding.get(path, {})) if isinstance(leaf, Tensor) else leaf
+            for path, leaf in zip(self.case.leaf_paths, leaves, strict=True)
+        ]
+        return pytree.tree_unflatten(parts, spec)
+
+    def _part_of(self, path: str, leaf: Tensor, dims: Mapping[str, int | None]) -> Tensor:
+        """Return this rank's part of one input: torch.chunk's rule on every sharded dim."""
+        layout = [
+            WHOLE if (dim := dims.get(axis)) is None else Chunk(dim % leaf.ndim)
+            for axis in self.axes
+        ]
+        for axis, placement in zip(self.axes, layout, strict=True):
+            if isinstance(placement, Chunk):
+                size = leaf.shape[placement.dim]
+                self.recipe.checked_part(path, size, axis, self.axes[axis])
+        part = take(leaf, layout, tuple(self.axes.values()), self.coordinate)
+        return part.contiguous().to(self.context.device)
+
+
+def refuse_uneven(style: str, path: str, size: int, axis: str, ranks: int) -> None:
+    """Refuse a batch that does not split evenly.
+
+    Raises:
+        Unsupported: `uneven-batch`.
+    """
+    if size % ranks == 0:
+        return
+    down, up = size - size % ranks, size + ranks - size % ranks
+    works = f"{down} or {up}" if down else str(up)
+    raise Unsupported(
+        f"The batch does not split over the axis: {path} has {size} samples, {axis} has {ranks} "
+        f"ranks, and {style} weighs every rank alike. Sizes that work: {works}",
+        slug="uneven-batch",
+    )
+
+
+def refuse_empty(style: str, path: str, size: int, axis: str, ranks: int) -> None:
+    """Refuse a batch that leaves a rank without samples.
+
+    Raises:
+        Unsupported: `empty-part`.
+    """
+    if -(-size // ranks) * (ranks - 1) >= size:
+        raise Unsupported(
+            f"A rank would get no samples: {path} has {size}, {axis} has {ranks} ranks, and "
+            f"{style} runs forward on every rank. Sizes that work: multiples of {ranks}, or "
+            f"shard it in step_{style} yourself and declare input_sharding_{style}()",
+            slug="empty-part",
+        )
