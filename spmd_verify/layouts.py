@@ -2,9 +2,10 @@
 
 Shares no code with `spmd`, so that a fault there cannot hide here. A layout is one placement
 per mesh axis, in mesh order (or an object with them in `placements`); placements are read by
-their attributes: `dim` makes a shard, with `units`, `outer` and `inner` where given and the
-rule of torch.chunk where not; a class named `Partial` is a pending reduction; everything else
-replicates.
+their attributes: `dim` makes a shard, with `indices` or `units`, `outer` and `inner` where given
+and the rule of torch.chunk where not; a class named `Partial` is a pending reduction; everything
+else replicates. `Replicate`, `Shard`, `Indexed` and `Partial` here are the ones that the checker
+makes itself.
 """
 
 from __future__ import annotations
@@ -32,6 +33,52 @@ class Sliceable(Protocol):
 
 
 @dataclass(frozen=True)
+class Replicate:
+    """Every rank of the axis has the whole."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A dim in consecutive parts; see docs/design.md 2.1.
+
+    Attributes:
+        dim: Which.
+        units: Units of every rank of the axis, or empty for the rule of torch.chunk.
+        outer: Repetitions of the split factor to its left.
+        inner: Elements per unit.
+    """
+
+    dim: int
+    units: tuple[int, ...] = ()
+    outer: int = 1
+    inner: int = 1
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """A dim of which this rank of the axis has these indices, in this order.
+
+    Says what no split in consecutive parts can: interleaved, permuted and packed parts. The
+    layout of every rank has its own indices. They are of the global tensor, so where several
+    axes split the dim, this one comes first.
+
+    Attributes:
+        dim: Which.
+        indices: Global indices, each at most once; may be empty.
+    """
+
+    dim: int
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Partial:
+    """The value is what `op` (`sum`, `avg`, `max`, `min`) makes of the ranks of the axis."""
+
+    op: str = "sum"
+
+
+@dataclass(frozen=True)
 class Split:
     """How one mesh axis splits one dim, seen from one rank of that axis.
 
@@ -41,6 +88,7 @@ class Split:
         inner: Elements per unit.
         num_ranks: Size of the mesh axis.
         index: This rank's index on it.
+        indices: What this rank has, in its order, instead of consecutive units.
     """
 
     units: tuple[int, ...]
@@ -48,6 +96,7 @@ class Split:
     inner: int
     num_ranks: int
     index: int
+    indices: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -55,8 +104,8 @@ class Region:
     """The part of a global tensor that one coordinate owns.
 
     Attributes:
-        ranges: Per dim, the half-open index ranges owned, in local order. A 0-dim tensor
-            has no dims and is owned whole.
+        ranges: Per dim, the half-open index ranges owned, in local order, which need not be
+            the global one. A 0-dim tensor has no dims and is owned whole.
     """
 
     ranges: tuple[Ranges, ...]
@@ -78,8 +127,8 @@ class Region:
         )
 
     def is_whole(self, shape: Sequence[int]) -> bool:
-        """Say whether this is the whole of a global tensor of `shape`."""
-        return self.shape == tuple(shape)
+        """Say whether this is the whole of a global tensor of `shape`, in its order."""
+        return self.shape == tuple(shape) and all(len(ranges) <= 1 for ranges in self.ranges)
 
 
 def placements_of(layout: Any) -> tuple[Any, ...]:
@@ -154,7 +203,11 @@ def region(
         if units and len(units) != size:
             raise _misfit(global_shape, layout, mesh_shape, f"{len(units)} units, {size} ranks")
         outer, inner = getattr(placement, "outer", 1), getattr(placement, "inner", 1)
-        splits[placement.dim].append(Split(units, outer, inner, size, index))
+        indices = getattr(placement, "indices", None)
+        if indices is not None and splits[placement.dim]:
+            raise _misfit(global_shape, layout, mesh_shape, "an axis with indices comes first")
+        indices = None if indices is None else tuple(indices)
+        splits[placement.dim].append(Split(units, outer, inner, size, index, indices))
     try:
         return Region(
             tuple(
@@ -171,7 +224,8 @@ def owned(size: int, splits: tuple[Split, ...]) -> Ranges:
     """Return the ranges of a dim of `size` elements that remain after `splits`.
 
     Raises:
-        ValueError: If the units of a split do not add up to what it splits.
+        ValueError: If the units of a split do not add up to what it splits, or indices are
+            outside of it or given twice.
     """
     ranges: Ranges = ((0, size),)
     for split in splits:
@@ -207,13 +261,12 @@ def take_region(source: Tensor | Sliceable, part: Region) -> Tensor:
     """Return the elements of `part` from a global tensor or a safetensors slice of it."""
     if not part.ranges:
         return source if isinstance(source, Tensor) else source[...]
-    hulls = tuple(
-        slice(ranges[0][0], ranges[-1][1]) if ranges else slice(0, 0) for ranges in part.ranges
-    )
-    taken = source[hulls]
+    starts = [min((low for low, _ in ranges), default=0) for ranges in part.ranges]
+    stops = [max((high for _, high in ranges), default=0) for ranges in part.ranges]
+    taken = source[tuple(map(slice, starts, stops))]
     for dim, ranges in enumerate(part.ranges):
         if len(ranges) > 1:
-            start = ranges[0][0]
+            start = starts[dim]
             pieces = [taken.narrow(dim, low - start, high - low) for low, high in ranges]
             taken = torch.cat(pieces, dim)
     return taken
@@ -290,7 +343,9 @@ def _with_offsets(ranges: Ranges) -> list[tuple[int, int, int]]:
 
 
 def _split_ranges(size: int, split: Split) -> Ranges:
-    """Return the ranges of [0, size) that the rank of `split` owns, merged and in order."""
+    """Return the ranges of [0, size) that the rank of `split` owns, merged, in local order."""
+    if split.indices is not None:
+        return _index_ranges(size, split.indices)
     units = split.units or _chunk_units(size, split)
     if split.outer * sum(units) * split.inner != size:
         raise ValueError(
@@ -305,6 +360,16 @@ def _split_ranges(size: int, split: Split) -> Ranges:
         for turn in range(split.outer)
     ]
     return _merged(ranges)
+
+
+def _index_ranges(size: int, indices: tuple[int, ...]) -> Ranges:
+    """Return indices of [0, size) as ranges in their order."""
+    outside = [index for index in indices if not 0 <= index < size]
+    if outside:
+        raise ValueError(f"index {outside[0]} is outside of {size} elements")
+    if len(set(indices)) < len(indices):
+        raise ValueError("an index is given twice")
+    return _merged([(index, index + 1) for index in indices])
 
 
 def _chunk_units(size: int, split: Split) -> tuple[int, ...]:
@@ -347,6 +412,8 @@ def _describe_one(placement: Any) -> str:
         return f"P({reduce_op(placement)})"
     if not is_sharded(placement):
         return "R"
+    if hasattr(placement, "indices"):
+        return f"I({placement.dim})"
     outer, inner = getattr(placement, "outer", 1), getattr(placement, "inner", 1)
     return f"S({placement.dim})" if outer == inner == 1 else f"S({placement.dim};{outer}x{inner})"
 
