@@ -17,14 +17,15 @@ from torch.utils import _pytree as pytree
 
 from spmd_verify.case import LoadedCase
 from spmd_verify.errors import Unsupported
-from spmd_verify.layouts import describe, region, take
+from spmd_verify.layouts import describe, region
 from spmd_verify.naming import Names
 from spmd_verify.observe import Observer, positional_names
+from spmd_verify.parts import WHOLE, rank_part
 from spmd_verify.seeding import seed_all
 from spmd_verify.single import labels
 from spmd_verify.styles.base import Observation, Observed, StyleContext
-from spmd_verify.styles.inference import WHOLE, Ambiguous, Chunk, infer
-from spmd_verify.styles.local_parts import is_distributed, local_part
+from spmd_verify.styles.inference import Ambiguous, infer
+from spmd_verify.styles.local_parts import is_distributed, is_wrapper, local_part
 from spmd_verify.trajectory import flatten, optimizers_of
 
 # A second tensor of one name on this rank, see `observe.Observer`.
@@ -189,7 +190,17 @@ class EagerRun:
 
     def facts(self) -> Mapping[str, Any]:
         """Return what the report says of this run."""
-        return {"notes": list(self._notes())}
+        wrappers = [type(module).__name__ for module in self.model.modules() if is_wrapper(module)]
+        return {
+            "notes": list(self._notes()),
+            "facts": {
+                "wrappers": wrappers,
+                "is_entered": self.is_entered,
+                "foreign": self.names.foreign(self.model, self.optimizer),
+                "optimizers": [type(single).__name__ for single in self.optimizers()],
+                "layouts": {name: describe(layout) for name, (layout, _) in self.layouts.items()},
+            },
+        }
 
     def _notes(self) -> Iterator[str]:
         """Say what was inferred, and what of the optimizer is not the model's."""
@@ -263,30 +274,18 @@ class EagerRun:
         part = region(self.shapes[name], layout, tuple(self.axes.values()), self.coordinate)
         return layout if part.shape == tuple(local.shape) else None
 
-    # -- batch -------------------------------------------------------------------------------
-
     def _part(self, batch: Any) -> Any:
-        """Return this rank's part of a global batch."""
-        sharding = self.case.sharding(tuple(self.axes), self.recipe.name)
-        leaves, spec = pytree.tree_flatten(batch)
-        parts = [
-            self._part_of(path, leaf, sharding.get(path, {})) if isinstance(leaf, Tensor) else leaf
-            for path, leaf in zip(self.case.leaf_paths, leaves, strict=True)
-        ]
-        return pytree.tree_unflatten(parts, spec)
-
-    def _part_of(self, path: str, leaf: Tensor, dims: Mapping[str, int | None]) -> Tensor:
-        """Return this rank's part of one input: torch.chunk's rule on every sharded dim."""
-        layout = [
-            WHOLE if (dim := dims.get(axis)) is None else Chunk(dim % leaf.ndim)
-            for axis in self.axes
-        ]
-        for axis, placement in zip(self.axes, layout, strict=True):
-            if isinstance(placement, Chunk):
-                size = leaf.shape[placement.dim]
-                self.recipe.checked_part(path, size, axis, self.axes[axis])
-        part = take(leaf, layout, tuple(self.axes.values()), self.coordinate)
-        return part.contiguous().to(self.context.device)
+        """Return this rank's part of a global batch, where the model is."""
+        part = rank_part(
+            self.case,
+            self.recipe.name,
+            self.axes,
+            self.coordinate,
+            batch,
+            self.recipe.checked_part,
+        )
+        device = self.context.device
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), part)
 
 
 def refuse_uneven(style: str, path: str, size: int, axis: str, ranks: int) -> None:
