@@ -1,7 +1,7 @@
 """Two buffers that go wrong beside right gradients. `twice`: activation checkpointing runs the
 block again in backward and its running mean moves twice a step; `count`: the number of seen samples
 counts the rank's own. The twins hold the update during recomputation and count all ranks.
-Class: https://github.com/NVIDIA/Megatron-LM/issues/1446 (state touched outside of the plain forward)
+Class: https://github.com/NVIDIA/Megatron-LM/issues/1446 (state beside the forward)
 """
 
 from contextlib import contextmanager, nullcontext
@@ -38,11 +38,11 @@ class Model(nn.Module):
         self.block = Block(5)
         self.out = nn.Linear(5, 2)
         self.register_buffer("seen", torch.zeros((), dtype=torch.long))
-        self.run_block, self.replicas = self.block, 1
+        self.run_block, self.replicas = None, 1
 
     def forward(self, x):
         self.seen += self.replicas * x.shape[0]
-        return self.out(self.run_block(x))
+        return self.out((self.run_block or self.block)(x))
 
 
 def get_inputs(step=0):
@@ -94,13 +94,12 @@ parallelize_good_count = parallelize_good_twice
 
 
 def _fault(name):
-    stage, mentions = "buffers", [name]
     return {
         "verdict": "mismatch",
         "kind": ["buffer"],
-        "stage": stage,
+        "stage": "buffers",
         "tensors": [name],
-        "mentions": mentions,
+        "mentions": [name],
     }
 
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.conv = nn.Conv1d(1, 5, 3, padding=1)
+        self.conv = nn.Conv1d(1, 5, 3, padding=1, bias=False)
         self.norm = nn.InstanceNorm1d(5, affine=True)
         self.out = nn.Conv1d(5, 1, 1)
         nn.init.uniform_(self.norm.bias, 0.1, 0.4)

@@ -3,6 +3,8 @@ so each rank stores its own shard's. Training is right. The twin reads the full 
 Class: https://github.com/radixark/miles_diffusion/pull/35 and https://github.com/pytorch/pytorch/issues/144054
 """
 
+import math
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -40,14 +42,14 @@ def _train(model, optimizer, batch, whole):
     optimizer.zero_grad()
     value = loss(model(batch[0]), batch[1])
     value.backward()
-    norms = torch.stack([torch.linalg.vector_norm(whole(p.grad)) for p in model.parameters()])
-    model.grad_norm.fill_(float(torch.linalg.vector_norm(norms)))
+    norms = [float(whole(torch.linalg.vector_norm(p.grad))) for p in model.parameters()]
+    model.grad_norm.fill_(math.hypot(*norms))
     optimizer.step()
     return value.detach()
 
 
 def step(model, optimizer, batch):
-    return _train(model, optimizer, batch, lambda grad: grad)
+    return _train(model, optimizer, batch, lambda norm: norm)
 
 
 def mesh_bad():
@@ -62,11 +64,11 @@ mesh_good, parallelize_good = mesh_bad, parallelize_bad
 
 
 def step_bad(model, optimizer, batch, mesh):
-    return _train(model, optimizer, batch, lambda grad: grad)
+    return _train(model, optimizer, batch, lambda norm: norm)
 
 
 def step_good(model, optimizer, batch, mesh):
-    return _train(model, optimizer, batch, lambda grad: grad.full_tensor())
+    return _train(model, optimizer, batch, lambda norm: norm.full_tensor())
 
 
 EXPECT = {

@@ -14,8 +14,8 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.deep = nn.Linear(5, 7)
-        self.wide = nn.Linear(5, 1)
-        self.score = nn.Linear(7, 1)
+        self.wide = nn.Linear(5, 1, bias=False)
+        self.score = nn.Linear(7, 1, bias=False)
 
     def forward(self, document):
         return (self.score(torch.tanh(self.deep(document))) + self.wide(document)).squeeze(-1)
