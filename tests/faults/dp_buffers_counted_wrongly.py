@@ -1,6 +1,6 @@
 """Two buffers that go wrong beside right gradients. `twice`: activation checkpointing runs the
-block again in backward and its running mean moves twice a step; `count`: the number of seen samples
-counts the rank's own. The twins hold the update during recomputation and count all ranks.
+block again in backward and its running level moves twice a step; `count`: the number of seen
+samples counts the rank's own. The twins hold the update during recomputation and count all ranks.
 Class: https://github.com/NVIDIA/Megatron-LM/issues/1446 (state beside the forward)
 """
 
@@ -22,19 +22,19 @@ class Block(nn.Module):
         self.group, self.held = None, False
 
     def forward(self, x):
-        h = F.softplus(self.inner(x))
         if not self.held:
-            level = h.detach().mean(0)
+            level = x.detach().square().mean(0)
             if self.group is not None:
                 dist.all_reduce(level, group=self.group)
                 level /= self.group.size()
             self.level.lerp_(level, 0.2)
-        return h
+        return F.softplus(self.inner(x))
 
 
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
+        self.lift = nn.Linear(5, 5)
         self.block = Block(5)
         self.out = nn.Linear(5, 2)
         self.register_buffer("seen", torch.zeros((), dtype=torch.long))
@@ -42,7 +42,7 @@ class Model(nn.Module):
 
     def forward(self, x):
         self.seen += self.replicas * x.shape[0]
-        return self.out((self.run_block or self.block)(x))
+        return self.out((self.run_block or self.block)(self.lift(x)))
 
 
 def get_inputs(step=0):
@@ -67,8 +67,10 @@ def _wrap(model, mesh, hold, count_all):
     @contextmanager
     def held():
         block.held = hold
-        yield
-        block.held = False
+        try:
+            yield
+        finally:  # recomputation stops early, by an exception
+            block.held = False
 
     model.run_block = lambda x: checkpoint(
         block, x, use_reentrant=False, context_fn=lambda: (nullcontext(), held())

@@ -13,15 +13,15 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.mix = nn.Linear(5, 8)
-        self.logits = nn.Linear(8, 4)
+        self.out = nn.Linear(8, 4)
 
-    def forward(self, x, label):
-        return F.cross_entropy(self.logits(torch.relu(self.mix(x))), label)
+    def forward(self, x, wanted):
+        return F.mse_loss(self.out(torch.relu(self.mix(x))), wanted)
 
 
 def get_inputs(step=0):
     g = torch.Generator().manual_seed(13200 + step)
-    return {"x": torch.randn(9, 5, generator=g), "label": torch.randint(0, 4, (9,), generator=g)}
+    return {"x": torch.randn(9, 5, generator=g), "wanted": torch.randn(9, 4, generator=g)}
 
 
 def get_optimizer(params):
@@ -33,7 +33,7 @@ def mesh_bad():
 
 
 def input_sharding_bad():
-    return {"x": {"dp": None}, "label": {"dp": None}}  # the step takes its own part
+    return {"x": {"dp": None}, "wanted": {"dp": None}}  # the step takes its own part
 
 
 def parallelize_bad(model, mesh):
@@ -48,7 +48,7 @@ def _train(model, optimizer, batch, mesh, extra):
     n = total // mesh.size()
     rows = torch.arange(rank * n, rank * n + n)
     optimizer.zero_grad()
-    value = model(batch["x"][rows], batch["label"][(rows + rank * extra) % total])
+    value = model(batch["x"][rows], batch["wanted"][(rows + rank * extra) % total])
     value.backward()
     for p in model.parameters():
         dist.all_reduce(p.grad, group=mesh.get_group("dp"))
@@ -70,8 +70,8 @@ EXPECT = {
         "verdict": "mismatch",
         "kind": ["inputs"],
         "stage": "inputs",
-        "tensors": ["mix.weight", "mix.bias", "logits.weight", "logits.bias"],
-        "mentions": ["label"],
+        "tensors": ["mix.weight", "mix.bias", "out.weight", "out.bias"],
+        "mentions": ["wanted"],
     },
     "good": {"verdict": "pass"},
 }
