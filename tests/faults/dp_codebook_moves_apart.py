@@ -24,6 +24,8 @@ class Codebook(nn.Module):
         )
         chosen = chosen.to(z.dtype)
         quantised = chosen @ (self.sums / self.hits[:, None])
+        if not self.training:
+            return quantised
         hits, sums = chosen.sum(0), chosen.T @ z.detach()
         if self.group is not None:
             dist.all_reduce(hits, group=self.group)
