@@ -31,8 +31,7 @@ def get_inputs(step=0):
 
 
 def get_targets(step=0):
-    labels = torch.randint(0, 3, (8,), generator=torch.Generator().manual_seed(15300 + step))
-    return labels
+    return torch.randint(0, 3, (8,), generator=torch.Generator().manual_seed(15300 + step))
 
 
 def loss(output, targets):

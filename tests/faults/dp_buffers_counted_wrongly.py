@@ -77,7 +77,7 @@ def _wrap(model, mesh, hold, count_all):
     )
     block.group = mesh.get_group("dp")
     model.replicas = mesh.size() if count_all else 1
-    return DistributedDataParallel(model, process_group=block.group, broadcast_buffers=False)
+    return DistributedDataParallel(model, process_group=block.group, forward_sync_buffers=False)
 
 
 def parallelize_bad_twice(model, mesh):

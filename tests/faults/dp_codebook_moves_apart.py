@@ -68,7 +68,7 @@ def get_optimizer(params):
 def _wrap(model, mesh, broadcast, shared):
     group = mesh.get_group("dp")
     model.book.group = group if shared else None
-    return DistributedDataParallel(model, process_group=group, broadcast_buffers=broadcast)
+    return DistributedDataParallel(model, process_group=group, forward_sync_buffers=broadcast)
 
 
 def parallelize_bad_local(model, mesh):

@@ -66,26 +66,26 @@ def _finish(value, model, optimizer, mesh, divide_by):
     return value.detach()
 
 
-def step_bad_clamped(model, optimizer, batch, mesh):
+def _summed(model, optimizer, batch):
     image, labels = batch
     optimizer.zero_grad()
     total = F.cross_entropy(model(image), labels, ignore_index=UNLABELLED, reduction="sum")
-    count = (labels != UNLABELLED).sum().clamp(min=1)
-    return _finish(total / count, model, optimizer, mesh, mesh.size())
+    return total, (labels != UNLABELLED).sum()
+
+
+def step_bad_clamped(model, optimizer, batch, mesh):
+    total, count = _summed(model, optimizer, batch)
+    return _finish(total / count.clamp(min=1), model, optimizer, mesh, mesh.size())
 
 
 def step_bad_nan(model, optimizer, batch, mesh):
-    image, labels = batch
-    optimizer.zero_grad()
-    return _finish(loss(model(image), labels), model, optimizer, mesh, mesh.size())
+    total, count = _summed(model, optimizer, batch)
+    return _finish(total / count, model, optimizer, mesh, mesh.size())
 
 
 def step_good_clamped(model, optimizer, batch, mesh):
-    image, labels = batch
-    optimizer.zero_grad()
-    count = (labels != UNLABELLED).sum()
+    total, count = _summed(model, optimizer, batch)
     dist.all_reduce(count, group=mesh.get_group("dp"))
-    total = F.cross_entropy(model(image), labels, ignore_index=UNLABELLED, reduction="sum")
     return _finish(total / count, model, optimizer, mesh, 1)
 
 
