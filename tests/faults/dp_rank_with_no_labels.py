@@ -1,6 +1,6 @@
 """Segmentation where one rank's images carry no label at all. `clamped` divides by max(count, 1)
-and still averages over all three ranks; `nan` divides zero by zero there. The twins divide by the
-count over all ranks.
+and still averages over all three ranks; `nan` divides zero by zero there: its loss is NaN, its
+gradient zero. The twins divide by the count over all ranks.
 Class: https://github.com/NVIDIA-NeMo/Speech/issues/14488
 """
 
