@@ -1,5 +1,5 @@
 """Factored second moments (an average a row, another a column) on row shards: the column average
-runs over 3 of 10 rows, 1 on the last of four ranks. The twin sums squares and counts over the group.
+runs over 3 of 10 rows, 1 on the last of four ranks. The twin sums squares and counts over all.
 Class: https://github.com/facebookresearch/fairscale/issues/767 (Adafactor on flattened shards)
 """
 import torch

@@ -1,4 +1,4 @@
-"""Second moments are accumulated in gradient hooks, which run before the all-reduce: each rank keeps
+"""Second moments are accumulated in gradient hooks, which run before the all-reduce: a rank keeps
 the squares of its own samples' gradient. The twin accumulates after the reduction.
 Class: https://github.com/radixark/miles/pull/2723 (a hook that sees another gradient than the step)
 """
