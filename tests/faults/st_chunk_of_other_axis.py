@@ -1,5 +1,5 @@
 """Tensor parallel weights on a dp x tp mesh are cut with the data-parallel index: both tp ranks of
-one replica hold the same half, the other half nowhere. The twin cuts with the index on tp.
+one replica hold the same half, the other replica has the rest. The twin cuts with the tp index.
 Class: https://github.com/Modalities/modalities/pull/426 (parts that repeat)
 """
 import torch

@@ -1,6 +1,6 @@
-"""A temperature schedule counts updates in a buffer; "to keep buffers in step" the style sums all of
-them over the ranks, so after one update the count is W. The twin broadcasts rank 0's.
-Class: https://github.com/NVIDIA-NeMo/Automodel/pull/3477 (item 10: a count overwritten by a sum)
+"""A temperature schedule counts updates in a buffer; "to keep buffers in step" the style sums every
+buffer over the ranks, so after one update the count is W. The twin broadcasts rank 0's.
+Class: https://github.com/huggingface/pytorch-image-models/issues/110 (what ranks do with buffers)
 """
 import torch
 import torch.distributed as dist

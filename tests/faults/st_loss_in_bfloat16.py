@@ -70,7 +70,7 @@ EXPECT = {
         "verdict": "mismatch",
         "kind": ["precision"],
         "stage": "loss",
-        "tensors": ["loss"],
+        "tensors": ["head.weight", "token.weight"],
         "mentions": ["loss", "bfloat16"],
     },
     "good": {"verdict": "pass"},

@@ -1,5 +1,5 @@
-"""Gradients are reduced in bfloat16: `bad_policy` by the reduce_dtype of fully_shard, `bad_hand` by a
-cast around the all-reduce of four ranks. The twins reduce in the gradient's own type.
+"""Gradients are reduced in bfloat16: `bad_policy` by the reduce_dtype of fully_shard, `bad_hand` by
+a cast around the all-reduce of four ranks. The twins reduce in the own type of the gradient.
 Class: https://github.com/pytorch/pytorch/issues/106395 (16-bit reduction)
 """
 import torch
