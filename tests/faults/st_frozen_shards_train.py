@@ -1,5 +1,5 @@
-"""Cutting a frozen layer into tensor parallel shards wraps them in nn.Parameter, whose default is to
-require a gradient: the frozen weights train. The twin passes the flag on.
+"""Cutting a frozen layer into tensor parallel shards wraps them in nn.Parameter, which by default
+requires a gradient: the frozen weights train. The twin passes the flag on.
 Class: https://github.com/facebookresearch/fairscale/pull/721 (frozen weights that were trained)
 """
 import torch
