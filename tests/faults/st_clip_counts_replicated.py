@@ -1,5 +1,5 @@
-"""Total norm under tensor parallelism: all squares are summed over tp, the replicated LayerNorm and
-output bias included, which so count twice. The twin sums those of the cut tensors only.
+"""Total norm under tensor parallelism: all squares are summed over tp, those of the replicated norm
+and head included, which so count twice. The twin sums those of the cut tensors only.
 Class: https://github.com/ROCm/TransformerEngine/pull/715 (replicated weights taken as sharded)
 """
 import torch
@@ -18,20 +18,16 @@ def _normal(seed, *shape):
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm = nn.LayerNorm(6)
         self.up = nn.Linear(6, 8)
-        self.down = nn.Linear(8, 4, bias=False)
-        self.offset = nn.Parameter(torch.linspace(0.2, 0.8, 4))
+        self.down = nn.Linear(8, 6, bias=False)
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 4)
 
-    def enter(self, h):
-        return h
-
-    def leave(self, partial):
+    def collect(self, partial):
         return partial
 
     def forward(self, x):
-        h = F.gelu(self.up(self.enter(self.norm(x))))
-        return self.leave(self.down(h)) + self.offset
+        return self.head(self.norm(self.collect(self.down(F.gelu(self.up(x))))))
 
 
 def get_inputs(step=0):
@@ -86,19 +82,14 @@ layout_good = layout_bad
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, before, after):
-        """`before` and `after` are the groups to sum over in forward and in backward, or None."""
-        ctx.after, x = after, x.clone()
-        if before is not None:
-            dist.all_reduce(x, group=before)
-        return x
+    def forward(ctx, partial, group):
+        total = partial.detach().clone()
+        dist.all_reduce(total, group=group)
+        return total
 
     @staticmethod
     def backward(ctx, grad):
-        if ctx.after is not None:
-            grad = grad.clone()
-            dist.all_reduce(grad, group=ctx.after)
-        return grad, None, None
+        return grad, None
 
 
 def parallelize_bad(model, mesh):
@@ -106,8 +97,7 @@ def parallelize_bad(model, mesh):
     for layer, dim in ((model.up, 0), (model.down, 1)):
         for key, whole in list(layer.named_parameters()):
             setattr(layer, key, nn.Parameter(whole.detach().chunk(size, dim)[rank].clone()))
-    model.enter = lambda h: _Sum.apply(h, None, group)
-    model.leave = lambda partial: _Sum.apply(partial, group, None)
+    model.collect = lambda partial: _Sum.apply(partial, group)
     return model
 
 
@@ -129,7 +119,7 @@ def step_bad(model, optimizer, batch, mesh):
 def step_good(model, optimizer, batch, mesh):
     def total(m):
         cut = _over_tp(_squares([*m.up.parameters(), *m.down.parameters()]), mesh)
-        return (cut + _squares([*m.norm.parameters(), m.offset])).sqrt()
+        return (cut + _squares([*m.norm.parameters(), *m.head.parameters()])).sqrt()
 
     return _step(model, optimizer, batch, total)
 
@@ -139,8 +129,8 @@ EXPECT = {
         "verdict": "mismatch",
         "kind": ["norm_clip", "factor"],
         "stage": ["gradients", "clipping"],
-        "tensors": ["up.weight", "down.weight", "offset"],
-        "mentions": ["offset"],
+        "tensors": ["up.weight", "down.weight", "head.weight"],
+        "mentions": ["head.weight"],
     },
     "good": {"verdict": "pass"},
 }

@@ -37,7 +37,7 @@ def loss(output, targets):
 
 
 def get_optimizer(params):
-    return torch.optim.Adam(params, lr=0.01, eps=1e-4)
+    return torch.optim.RMSprop(params, lr=0.01, eps=1e-2)
 
 
 def mesh_bad():

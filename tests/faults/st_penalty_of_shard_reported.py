@@ -1,5 +1,5 @@
-"""Training is right, the returned loss is not: `bad_norm` adds the weight norm read with float() from
-a sharded tensor (this rank's rows), `bad_first` tells everyone rank 0's loss. The twins gather.
+"""Training is right, the returned loss is not: `bad_norm` adds the norm of a sharded weight read by
+float() (this rank's rows), `bad_first` tells everyone rank 0's loss. The twin reduces and gathers.
 Class: https://github.com/pytorch/pytorch/issues/144054 (item() of a sharded result is local)
 """
 import torch

@@ -20,7 +20,7 @@ class Model(nn.Module):
         self.second = nn.Linear(4, 3)
 
     def forward(self, x, y):
-        h = self.norm(F.relu(self.first(x)).mean(-1))
+        h = self.norm(torch.sin(2 * self.first(x)).mean(-1))
         return F.cross_entropy(self.second(h), y)
 
 

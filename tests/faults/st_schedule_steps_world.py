@@ -1,5 +1,5 @@
-"""The learning-rate schedule is stepped once for every rank, four times a training step, as wrappers
-do that assume a schedule written for W times as many steps. The twin steps it once.
+"""The learning-rate schedule is stepped once for every rank, four times a training step, as by
+wrappers that assume a schedule for W times as many steps. The twin steps it once.
 Class: https://github.com/huggingface/accelerate/issues/2142 (scheduler advances N per step)
 """
 import torch

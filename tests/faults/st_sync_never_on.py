@@ -1,6 +1,6 @@
 """Accumulation under fully_shard: the gradient reduction is to be switched on for the last
 micro-batch, but the test compares with the count instead of the last index, so it never is and
-no parameter has a gradient. Class: https://github.com/huggingface/picotron/pull/5 (wrong micro-batch)
+no parameter has a gradient. Class: https://github.com/huggingface/picotron/pull/5
 """
 import torch
 import torch.nn as nn

@@ -1,5 +1,5 @@
-"""Table and output layer share a weight; the style reloads a checkpoint into new parameters, one for
-each name, and the tie is gone: either copy gets one use's gradient. The twin ties again.
+"""Table and output layer share a weight; the style reloads a checkpoint into new parameters, one
+for each name, and the tie is gone: either copy gets one use's gradient. The twin ties again.
 Class: https://github.com/meta-pytorch/torchtune/issues/616 (a reload that breaks the tie)
 """
 import torch
