@@ -1,6 +1,6 @@
 """False-alarm trap: clip_grad_norm_ on fully_shard parameters over one and two axes, 2-norm and
 largest element, always active. The norm is that of the whole gradient on every rank.
-Compare https://github.com/radixark/miles_diffusion/pull/35 (a local norm in the log, right clipping)
+Compare https://github.com/radixark/miles_diffusion/pull/35 (local norm in the log)
 """
 import torch
 import torch.nn as nn

@@ -1,5 +1,5 @@
-"""False-alarm trap: a hand-written optimizer that works on to_local() shards, as the faulty LARS and
-LAMB do - but it is element by element (a softened Lion), so shards are enough.
+"""False-alarm trap: a hand-written optimizer that works on to_local() shards, as the faulty LARS
+and LAMB do - but it is element by element (a softened Lion), so shards are enough.
 Compare https://github.com/facebookresearch/fairscale/issues/767 (which optimizers may be sharded)
 """
 import torch
@@ -52,7 +52,7 @@ class SoftLion(torch.optim.Optimizer):
                     t.to_local() if isinstance(t, DTensor) else t
                     for t in (p, p.grad, state["exp_avg"])
                 )
-                direction = torch.tanh(50 * (fast * m + (1 - fast) * g))
+                direction = torch.tanh(8 * (fast * m + (1 - fast) * g))
                 w.mul_(1 - settings["lr"] * settings["weight_decay"])
                 w.sub_(settings["lr"] * direction)
                 m.lerp_(g, 1 - slow)

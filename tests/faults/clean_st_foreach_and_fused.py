@@ -1,4 +1,4 @@
-"""False-alarm trap: the parallel side runs the loop, multi-tensor or fused form of AdamW, the single
+"""False-alarm trap: the parallel side runs the loop, multi-tensor or fused form of AdamW, one
 device the default. They round differently, nothing else.
 Compare https://github.com/horovod/horovod/issues/1548 (fusion that moves the last digits)
 """

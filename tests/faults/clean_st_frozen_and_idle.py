@@ -25,11 +25,11 @@ class Model(nn.Module):
 
 
 def get_inputs(step=0):
-    return _normal(351 + step, 9, 4)
+    return _normal(371 + step, 9, 4)
 
 
 def get_targets(step=0):
-    return _normal(361 + step, 9, 2)
+    return _normal(381 + step, 9, 2)
 
 
 def loss(output, targets):

@@ -1,5 +1,5 @@
-"""False-alarm trap: hybrid sharding by hand on 2 x 2 ranks - reduce-scatter over one axis, all-reduce
-over the other, update of flat shards, all-gather. The model's own gradients are local to the end.
+"""False-alarm trap: hybrid sharding by hand on 2 x 2 ranks - reduce-scatter over one axis,
+all-reduce over the other, flat update, all-gather. The model's own gradients stay local.
 Compare https://github.com/pytorch/torchtitan/pull/3847 (hybrid and plain sharding, order of sums)
 """
 import torch
@@ -52,7 +52,8 @@ def _padded(tensors, parts):
 
 def setup_flat(model, mesh):
     whole = _padded(list(model.parameters()), 2)
-    return model, get_optimizer([nn.Parameter(whole.chunk(2)[mesh.get_local_rank("shard")].clone())])
+    mine = whole.chunk(2)[mesh.get_local_rank("shard")].clone()
+    return model, get_optimizer([nn.Parameter(mine)])
 
 
 def step_flat(model, optimizer, batch, mesh):

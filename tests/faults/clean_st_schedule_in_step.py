@@ -1,5 +1,5 @@
-"""False-alarm trap: warm-up by hand and a torch schedule both run inside the step, once on one device
-and once on every rank. The rate changes between steps, equally.
+"""False-alarm trap: warm-up by hand and a torch schedule both run inside the step, once on one
+device and once on every rank. The rate changes between steps, equally.
 Compare https://github.com/huggingface/diffusers/issues/3954 (schedules under several processes)
 """
 import torch

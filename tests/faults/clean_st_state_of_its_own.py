@@ -1,6 +1,6 @@
 """False-alarm trap: the optimizer keeps its momenta where nobody looks - in a list, or in an object
 of its own - instead of `state`, cut as the shards are cut. Parameters are right.
-Compare https://github.com/NVIDIA/Megatron-LM/issues/5974 (what the optimizer reads is its own affair)
+Compare https://github.com/NVIDIA/Megatron-LM/issues/5974 (what an optimizer reads)
 """
 import torch
 import torch.nn as nn

@@ -26,20 +26,13 @@ class Model(nn.Module):
     def collect(self, partial):
         return partial
 
-    def forward(self, x):
-        return self.head(self.norm(self.collect(self.down(F.gelu(self.up(x))))))
+    def forward(self, x, y):
+        h = self.collect(self.down(F.gelu(self.up(x))))
+        return F.mse_loss(self.head(self.norm(h)), y)
 
 
 def get_inputs(step=0):
-    return _normal(35 + step, 6, 6)
-
-
-def get_targets(step=0):
-    return 2 * _normal(36 + step, 6, 4)
-
-
-def loss(output, targets):
-    return F.mse_loss(output, targets)
+    return {"x": _normal(35 + step, 6, 6), "y": 2 * _normal(36 + step, 6, 4)}
 
 
 def get_optimizer(params):
@@ -47,9 +40,8 @@ def get_optimizer(params):
 
 
 def _step(model, optimizer, batch, total):
-    x, y = batch
     optimizer.zero_grad()
-    value = loss(model(x), y)
+    value = model(**batch)
     value.backward()
     scale = (MAX_NORM / (total(model) + 1e-6)).clamp(max=1.0)
     for p in model.parameters():

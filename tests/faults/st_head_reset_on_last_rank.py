@@ -1,6 +1,6 @@
 """A classifier head is reset for a new task after the wrapper has made the replicas equal, from a
-random state that the last rank has already advanced (it drew a preview). `good` resets before DDP
-broadcasts; nothing draws in between. Class: https://github.com/allenai/OLMo-core/pull/307
+random state that the last rank has already advanced (it drew a preview). `good` resets before DDP,
+which broadcasts rank 0's. Class: https://github.com/allenai/OLMo-core/pull/307
 """
 import torch
 import torch.nn as nn

@@ -83,18 +83,18 @@ def setup_good(model, mesh):
     return model, NormalisedSGD(model.parameters(), [mesh.get_group("shard")])
 
 
-def _fault(ratio):
+def _fault(*more):
     return {
         "verdict": "mismatch",
-        "kind": ["optimizer_sharded", "norm_clip"],
+        "kind": ["optimizer_sharded", "norm_clip", *more],
         "stage": "parameters",
         "tensors": ["stem.weight", "mix.weight", "head.weight"],
-        "mentions": ["head.weight", *ratio],
+        "mentions": ["head.weight"],
     }
 
 
 EXPECT = {
-    "bad_shard": _fault([]),
-    "bad_world": _fault(["shard"]),
+    "bad_shard": _fault(),
+    "bad_world": _fault("factor"),
     "good": {"verdict": "pass"},
 }
