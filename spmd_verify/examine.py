@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Final
 
 from spmd_verify import causes
-from spmd_verify.causes.forward import explained
+from spmd_verify.causes import words
+from spmd_verify.causes.forward import affected, explained
 from spmd_verify.causes.words import cause
 from spmd_verify.dump import read
 from spmd_verify.exhibit import Exhibit
@@ -65,8 +66,13 @@ class Examination:
         if found is None:
             wanted = self.wanted(first)
             best = first.ratio if first.ratio is not None else 0.0
+            names = list(dict.fromkeys([first.name, *affected(self.exhibit)]))
             found = self.last_resort(first) or cause(
-                "unexplained", "no known cause fits", best, ranks=first.ranks, tensors=[first.name]
+                "unexplained",
+                f"no known cause fits {words.listed(names)}",
+                best,
+                ranks=first.ranks,
+                tensors=names,
             )
         first.cause = self.cell.cause = found
         self.cell.first_divergence = FirstDivergence(
@@ -119,11 +125,24 @@ class Examination:
             return None
         worst = first.worst
         shown = "" if worst is None else f": {worst.actual:.9g}, should be {worst.expected:.9g}"
+        whose = self.whose_value(first)
         text = (
-            f"{first.name} as reported differs{shown}, while every gradient and parameter agrees: "
+            f"{first.name} as reported differs{shown}{whose}, while every gradient and parameter agrees: "
             f"a reporting fault, not a training fault"
         )
         return cause("reported_value", text, tensors=[first.name], ranks=first.ranks)
+
+    def whose_value(self, first: Row) -> str:
+        """Say that a reported number is one rank's own."""
+        if first.stage != "loss":
+            return ""
+        tolerance = 4.0 * self.exhibit.tolerance(first)
+        held = [float(v.reshape(-1)[0]) for v in self.exhibit.locals(first).values()]
+        for at, record in self.exhibit.part_records.items():
+            own = next(iter(record.get("loss", {}).values()), None)
+            if own is not None and all(abs(v - float(own)) <= tolerance for v in held):
+                return f" (it is what the part of rank {self.exhibit.rank_of(at)} alone gives)"
+        return ""
 
     def wanted(self, first: Row) -> str:
         """Return the next experiment that could tell the cause."""
