@@ -62,16 +62,29 @@ class _AddBackward(torch.autograd.Function):
         return grad, None
 
 
+class _Gather(torch.autograd.Function):
+    """All columns in forward, own columns in backward."""
+
+    @staticmethod
+    def forward(ctx, part, group):
+        ctx.group = group
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part, group=group)
+        return torch.cat(parts, -1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.chunk(ctx.group.size(), -1)[ctx.group.rank()], None
+
+
 def _vocabulary_loss(logits, labels, group, first):
-    """`logits` are columns `first`... of the vocabulary, the rest is on the other ranks."""
     top = logits.detach().amax(-1, keepdim=True)
     dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
     total = _AddForward.apply((logits - top).exp().sum(-1), group)
     per_rank = VOCAB // group.size()
     mine = (labels >= first) & (labels < first + per_rank)
-    column = (labels - first if logits.shape[-1] == per_rank else labels).clamp(
-        0, logits.shape[-1] - 1
-    )
+    start = first if logits.shape[-1] == per_rank else 0
+    column = (labels - start).clamp(0, logits.shape[-1] - 1)
     picked = (logits - top).gather(-1, column[..., None])[..., 0] * mine
     return (total.log() - _AddForward.apply(picked, group)).mean()
 
@@ -80,29 +93,36 @@ def mesh_bad():
     return {"tp": 2}
 
 
-def layout_good():
+def layout_bad():
     return {"head.*": [Shard(0)]}
 
 
-mesh_good = mesh_bad
+mesh_good, layout_good = mesh_bad, layout_bad
 
 
-def parallelize_bad(model, mesh):
-    group = mesh.get_group("tp")
-    first = group.rank() * VOCAB // group.size()
-    model.cost = lambda logits, labels: _vocabulary_loss(
-        _AddBackward.apply(logits, group), labels, group, first
-    )
-    return model
-
-
-def parallelize_good(model, mesh):
-    group, head = mesh.get_group("tp"), model.head
-    first = group.rank() * VOCAB // group.size()
+def _columns(model, group):
+    head = model.head
     for name, p in list(head.named_parameters()):
         own = p.detach().chunk(group.size(), 0)[group.rank()].clone()
         setattr(head, name, nn.Parameter(own))
     head.forward = lambda h: F.linear(_AddBackward.apply(h, group), head.weight, head.bias)
+    return group.rank() * VOCAB // group.size()
+
+
+def parallelize_bad(model, mesh):
+    group = mesh.get_group("tp")
+    first = _columns(model, group)
+
+    def cost(logits, labels):
+        return _vocabulary_loss(_Gather.apply(logits, group), labels, group, first)
+
+    model.cost = cost
+    return model
+
+
+def parallelize_good(model, mesh):
+    group = mesh.get_group("tp")
+    first = _columns(model, group)
     model.cost = lambda logits, labels: _vocabulary_loss(logits, labels, group, first)
     return model
 
