@@ -101,10 +101,10 @@ step_good = step_bad
 EXPECT = {
     "bad": {
         "verdict": "mismatch",
-        "kind": ["layout"],
+        "kind": ["layout", "unexplained"],
         "stage": "module_outputs",
         "tensors": ["attn.mix"],
-        "mentions": ["attn.qkv", "tp"],
+        "mentions": ["attn.mix", "tp"],
     },
     "good": {"verdict": "pass"},
 }
