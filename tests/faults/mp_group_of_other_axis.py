@@ -1,7 +1,7 @@
 """Row-parallel layer on a dp x tp mesh whose partial sums are reduced over the dp group: other
 samples' partial sums are added instead of the other half of the columns. Shapes agree, nothing
 raises.
-Class: https://github.com/deepspeedai/DeepSpeed/pull/5259 (a reduction over the wrong group)
+Class: https://github.com/deepspeedai/DeepSpeed/pull/5259 (the wrong group of a mesh)
 """
 
 import torch
