@@ -1,7 +1,6 @@
 """The optimizer is built, then parallelize_module replaces the projections' weights by new DTensor
 parameters. The optimizer goes on stepping the old tensors: cut layers never move, plain ones do.
-Class: https://github.com/huggingface/accelerate/pull/4171 (parameters exchanged behind the
-optimizer's back)
+Class: https://github.com/OpenRLHF/OpenRLHF/pull/1357 (a stale reference: writes go to another copy)
 """
 
 import torch
