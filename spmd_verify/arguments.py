@@ -80,6 +80,8 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     add("--timeout", type=float, metavar="SECONDS", help="per cell (default: 300)")
     add("--max-ranks", type=int, help="largest mesh (default: 16 for processes, 4096 for lockstep)")
     add("--log-dir", metavar="DIR", help="where rank logs go (default: a temporary folder)")
+    add("--no-cache", action="store_true", default=None, help="neither use nor keep references "
+        "of other runs")  # fmt: skip
     shown = parser.add_argument_group("what to show")
     add = shown.add_argument
     add("--list", dest="list_only", action="store_true", help="list the cells, run nothing")
@@ -124,6 +126,7 @@ def flag_settings(arguments: argparse.Namespace) -> dict[str, Any]:
         "runner": arguments.runner,
         "max-ranks": arguments.max_ranks,
         "log-dir": arguments.log_dir,
+        "no-cache": arguments.no_cache,
         "strict": arguments.strict,
     }
     return {key: value for key, value in given.items() if value is not None}

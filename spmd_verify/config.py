@@ -51,6 +51,7 @@ KEYS: Final[dict[str, Callable[[Any], Any]]] = {
     "runner": _text,
     "max-ranks": int,
     "log-dir": _text,
+    "no-cache": _truth,
     "strict": _truth,
 }
 

@@ -21,6 +21,7 @@ from spmd_verify.examiner import Examiner
 from spmd_verify.exit_codes import fails
 from spmd_verify.options import MeshSpec, Options, check_rank_limit
 from spmd_verify.record import CaseInfo, Cell, Record
+from spmd_verify.reference_cache import cache_folder
 from spmd_verify.runner.failures import Failure
 from spmd_verify.runner.folders import LogFolder, work_folder
 from spmd_verify.runner.lockstep import LockstepRunner
@@ -145,6 +146,11 @@ class _Run:
         is_lockstep = self.options.runner == "lockstep"
         self.runner = LockstepRunner(**folders) if is_lockstep else ProcessRunner(**folders)
 
+    @property
+    def cache_path(self) -> str:
+        """Folder of the references of earlier runs; empty for none."""
+        return "" if self.options.no_cache else cache_folder()
+
     def stop(self) -> None:
         """End every process."""
         self.runner.stop()
@@ -206,12 +212,14 @@ class _Run:
 
     def _make_reference(self, case: CaseSpec, store_path: str) -> None:
         """Run the case on one device and store what it computes."""
-        spec = ReferenceSpec(case, store_path)
+        spec = ReferenceSpec(case, store_path, self.cache_path)
         report = decode(self.ask_solo(REFERENCE_JOB, encode(spec)), ReferenceReport)
-        for note in report.notes:
+        for note in [*report.remarks, *report.notes]:
             self.progress.note(f"{case.address}: {note}")
         notes = self.record.unknown.setdefault("notes", {})
         notes[case.address] = report.notes
+        times = {"seconds": report.seconds, "cpu_seconds": report.cpu_seconds}
+        self.record.unknown.setdefault("references", {})[case.address] = times
 
     def ask_solo(self, function: str, payload: bytes) -> bytes:
         """Run a job in the reference worker.

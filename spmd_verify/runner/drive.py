@@ -62,6 +62,7 @@ class Drive:
         self.dump = dump
         self.steps = case.steps if steps is None else steps
         self.mesh_shape = tuple(context.axes.values())
+        self.stopwatch = context.stopwatch
         self.statistics: list[Statistics] = []
         self.notes: list[str] = []
 
@@ -74,12 +75,13 @@ class Drive:
         Raises:
             Unsupported: The style does not take the case.
         """
-        self.note("building the free run")
-        free = self.style.build(self.case, self.context)
-        self._compare("free", 0, {"initial_state": _initial_state(free)})
+        free = self._built("free")
+        state = self._state(free)
+        initial = {**state.get("parameters", {}), **state.get("buffers", {})}
+        self._compare("free", 0, {"initial_state": initial})
         for index in range(self.steps):
             self._compare("free", index, self._step(free, index, "free"))
-            self._compare("free", index, free.state())
+            self._compare("free", index, self._state(free))
         facts = dict(free.facts())
         if self.steps > 1:
             self._run_anchored()
@@ -89,11 +91,11 @@ class Drive:
 
     def _run_anchored(self) -> None:
         """Run the anchored build; its step 0 is the free run's and is not compared again."""
-        self.note("building the anchored run")
-        anchored = self.style.build(self.case, self.context)
+        anchored = self._built("anchored")
         self._step(anchored, 0, "anchored")
         for index in range(1, self.steps):
-            anchor(anchored, self.store, index, self.mesh_shape)
+            with self.stopwatch("anchor"):
+                anchor(anchored, self.store, index, self.mesh_shape)
             self._compare("anchored", index, self._step(anchored, index, "anchored"))
             self._compare_carried(anchored, index)
 
@@ -108,9 +110,15 @@ class Drive:
         if wanted:
             state = {
                 stage: {n: seen for n, seen in tensors.items() if (stage, n) in wanted}
-                for stage, tensors in run.state().items()
+                for stage, tensors in self._state(run).items()
             }
             self._compare("anchored", index, state)
+
+    def _built(self, name: str) -> StyleRun:
+        """Build the style once more."""
+        self.note(f"building the {name} run")
+        with self.stopwatch("build"):
+            return self.style.build(self.case, self.context)
 
     def _step(self, run: StyleRun, index: int, name: str) -> Observation:
         """Run one step from its seed."""
@@ -119,15 +127,22 @@ class Drive:
             self._compare_hyper_parameters(run, index)
         batch = self.case.batch(index)
         self.case.seed_step(index)
-        return run.step(index, batch)
+        with self.stopwatch("steps"):
+            return run.step(index, batch)
+
+    def _state(self, run: StyleRun) -> Observation:
+        """Return a run's live state."""
+        with self.stopwatch("compare"):
+            return run.state()
 
     def _compare(self, run: str, step: int, observation: Observation) -> None:
         """Compare what this process holds with its slice of the reference."""
         if self.dump is not None:
             self.dump.take(run, step, observation)
-        self.statistics += compare(
-            self.store, observation, run=run, step=step, mesh_shape=self.mesh_shape
-        )
+        with self.stopwatch("compare"):
+            self.statistics += compare(
+                self.store, observation, run=run, step=step, mesh_shape=self.mesh_shape
+            )
 
     def _compare_hyper_parameters(self, run: StyleRun, index: int) -> None:
         """Compare learning rates and the like before a step of the free run."""
@@ -145,7 +160,8 @@ class Drive:
         self.case.seed_step(self.case.steps)
         try:
             with UserCode("The eval forward", path=self.case.path, slug="forward-raised"):
-                outputs = run.evaluate(self.case.batch(0))
+                with self.stopwatch("evaluate"):
+                    outputs = run.evaluate(self.case.batch(0))
         except SpmdVerifyError as error:
             self.notes.append(error.message)
             return
@@ -190,9 +206,3 @@ def _write(
             written.add(id(local))
             part = region(entry.shape, seen.layout, mesh_shape, coordinate)
             local.copy_(store.expected(*key, part))
-
-
-def _initial_state(run: StyleRun) -> dict[str, Observed]:
-    """Return parameters and buffers before step 0."""
-    state = run.state()
-    return {**state.get("parameters", {}), **state.get("buffers", {})}

@@ -7,6 +7,7 @@ the last case it loaded, and what styles share between the cells of that case.
 from __future__ import annotations
 
 import platform
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from spmd_verify.case import LoadedCase, load_case
 from spmd_verify.compare import Statistics
 from spmd_verify.judge import Judgement, judge
 from spmd_verify.record import Cell
+from spmd_verify.reference_cache import ReferenceCache
+from spmd_verify.reference_key import reference_key, still_holds
 from spmd_verify.runner.drive import Drive
 from spmd_verify.runner.dumping import DumpTaker
 from spmd_verify.runner.failures import is_user_file
@@ -36,6 +39,7 @@ from spmd_verify.runner.specs import (
 )
 from spmd_verify.runner.worker import Context, job
 from spmd_verify.single import make_reference
+from spmd_verify.stopwatch import Stopwatch
 from spmd_verify.store import Store, write_store
 from spmd_verify.styles.base import Style, StyleContext, mesh_coordinates
 from spmd_verify.styles.user import mesh_of
@@ -81,21 +85,63 @@ def write_reference(context: Context, payload: bytes) -> bytes:
     """
     spec = decode(payload, ReferenceSpec)
     case = loaded(context, spec.case)
+    stopwatch, path = Stopwatch(), Path(spec.store_path)
+    cache = ReferenceCache(spec.cache_path) if spec.cache_path else None
+    notes: list[str] | None = None
+    key = ""
+    remarks: list[str] = []
+    if cache is not None:
+        with stopwatch("cache"), case.on_one_device():
+            key = reference_key(case)
+            notes = cache.take(key, path)
+            if notes is not None:
+                context.note("proving the cached reference")
+                notes = _proven(case, cache, key, path, notes)
+    if notes is None:
+        notes = _make(context, case, path, stopwatch)
+        if cache is not None:
+            with stopwatch("cache"):
+                cache.put(key, path, notes)
+    else:
+        remarks.append("reference of an earlier run, proven by one run on one device")
+    remarks += cache.remarks if cache is not None else []
+    return encode(ReferenceReport(notes, remarks, stopwatch.seconds, stopwatch.cpu_seconds))
+
+
+def _proven(
+    case: LoadedCase, cache: ReferenceCache, key: str, path: Path, notes: list[str]
+) -> list[str] | None:
+    """Return the notes of a cached reference; None, and no entry, if it is not the case's."""
+    if still_holds(case, path):
+        return notes
+    cache.remove(key)
+    shutil.rmtree(path)
+    cache.remarks.append(
+        "the cached reference is not what one device computes now, though nothing that was "
+        "compared has changed; it is made anew"
+    )
+    return None
+
+
+def _make(context: Context, case: LoadedCase, path: Path, stopwatch: Stopwatch) -> list[str]:
+    """Run a case on one device, write its store, return its notes."""
     context.note("reference runs on one device")
-    with case.on_one_device():
+    with stopwatch("reference"), case.on_one_device():
         device, reference = make_reference(case)
     context.note("noise runs")
-    measured = noise.measure(device, reference)
+    with stopwatch("noise"):
+        measured = noise.measure(device, reference)
     context.note("writing the reference")
-    parameters = named_parameters(device.build()[0])[0]
-    write_store(
-        Path(spec.store_path),
-        reference,
-        measured,
-        dtype=spec.case.dtype,
-        trainable=[name for name, tensor in parameters.items() if tensor.requires_grad],
-    )
-    return encode(ReferenceReport(notes=_reference_notes(reference, measured)))
+    with stopwatch("write"):
+        parameters = named_parameters(device.build()[0])[0]
+        write_store(
+            path,
+            reference,
+            measured,
+            dtype=str(case.dtype).removeprefix("torch."),
+            trainable=[name for name, tensor in parameters.items() if tensor.requires_grad],
+        )
+    return _reference_notes(reference, measured)
 
 
 def _reference_notes(reference: Any, measured: noise.Noise) -> list[str]:
@@ -134,6 +180,8 @@ def run_cell(context: Context, payload: bytes) -> bytes:
             captures=int(facts.get("captures", 0)),
             notes=[*run.notes, *facts.get("notes", ())],
             facts=dict(facts.get("facts", {})),
+            seconds=run.stopwatch.seconds,
+            cpu_seconds=run.stopwatch.cpu_seconds,
         )
     )
 
@@ -188,20 +236,33 @@ def _located(
 @job
 def judge_cell(_context: Context, payload: bytes) -> bytes:
     """Judge a cell by what its processes found: `JudgeRequest -> record.Cell`."""
-    request = decode(payload, JudgeRequest)
-    reports = [decode(part, CellReport) for part in request.parts]
-    statistics = [
-        entry
-        for report in reports
-        for entry in msgspec.msgpack.decode(report.statistics, type=list[Statistics])
-    ]
-    judgement = judge(
-        Store(request.cell.store_path),
-        statistics,
-        axes=request.cell.axes,
-        is_anchored=request.cell.case.steps > 1,
+    stopwatch = Stopwatch()
+    with stopwatch("judge"):
+        request = decode(payload, JudgeRequest)
+        reports = [decode(part, CellReport) for part in request.parts]
+        statistics = [
+            entry
+            for report in reports
+            for entry in msgspec.msgpack.decode(report.statistics, type=list[Statistics])
+        ]
+        judgement = judge(
+            Store(request.cell.store_path),
+            statistics,
+            axes=request.cell.axes,
+            is_anchored=request.cell.case.steps > 1,
+        )
+        cell = _cell(request, reports, judgement)
+    cell.unknown["seconds"] = _longest([r.seconds for r in reports]) | stopwatch.seconds
+    cell.unknown["cpu_seconds"] = (
+        _longest([r.cpu_seconds for r in reports]) | stopwatch.cpu_seconds
     )
-    return encode(_cell(request, reports, judgement))
+    return encode(cell)
+
+
+def _longest(tables: list[dict[str, float]]) -> dict[str, float]:
+    """Return the longest time of every part over the processes of a cell."""
+    parts = dict.fromkeys(part for table in tables for part in table)
+    return {part: max(table.get(part, 0.0) for table in tables) for part in parts}
 
 
 def _cell(request: JudgeRequest, reports: list[CellReport], judgement: Judgement) -> Cell:

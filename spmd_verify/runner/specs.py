@@ -62,10 +62,17 @@ class CaseReport(msgspec.Struct, frozen=True):
 
 
 class ReferenceSpec(msgspec.Struct, frozen=True):
-    """Make the reference of a case and write it to a store."""
+    """Make the reference of a case and write it to a store.
+
+    Attributes:
+        case: The case.
+        store_path: Folder to write to.
+        cache_path: Folder of the references of earlier runs; empty to use none.
+    """
 
     case: CaseSpec
     store_path: str
+    cache_path: str = ""
 
 
 class ReferenceReport(msgspec.Struct, frozen=True):
@@ -73,9 +80,15 @@ class ReferenceReport(msgspec.Struct, frozen=True):
 
     Attributes:
         notes: What a reader should know: runs dropped, float64 absent, islands.
+        remarks: What is said of this run only, such as that the cache was used.
+        seconds: Wall time by part, see `stopwatch`.
+        cpu_seconds: Processor time by part.
     """
 
     notes: list[str]
+    remarks: list[str] = []
+    seconds: dict[str, float] = {}
+    cpu_seconds: dict[str, float] = {}
 
 
 class CellSpec(msgspec.Struct, frozen=True):
@@ -131,6 +144,8 @@ class CellReport(msgspec.Struct, frozen=True):
         captures: How often the step was captured.
         notes: What the report says besides, such as why an eval forward failed.
         facts: What examinations ask of the style, such as its wrappers; plain values.
+        seconds: Wall time by part, see `stopwatch`.
+        cpu_seconds: Processor time by part.
     """
 
     statistics: bytes
@@ -139,6 +154,8 @@ class CellReport(msgspec.Struct, frozen=True):
     captures: int
     notes: list[str]
     facts: dict[str, Any] = {}
+    seconds: dict[str, float] = {}
+    cpu_seconds: dict[str, float] = {}
 
 
 class JudgeRequest(msgspec.Struct, frozen=True):

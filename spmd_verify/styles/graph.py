@@ -169,12 +169,14 @@ class GraphRun:
         """Compile a step under the style's mode for the context's runner."""
         with _refusals():
             mode = self.context.kept(f"{what} mode", lambda: self._mode(what))
+            compiled: CompiledStep
             if self.context.is_lockstep:
-                return spmd.lockstep.compile(parallel_mode=mode, mesh=self.mesh, captures=captures)(
-                    step
-                )
-            compiled = spmd.compile(parallel_mode=mode, batch="global")(step)
+                lockstep = spmd.lockstep.compile(parallel_mode=mode, mesh=self.mesh)
+                compiled = lockstep(step)
+            else:
+                compiled = spmd.compile(parallel_mode=mode, batch="global")(step)
             compiled.shared = captures
+            compiled.capturing = partial(self.context.stopwatch, "capture")
             return compiled
 
     def _mode(self, what: str) -> spmd.ParallelMode:
