@@ -86,7 +86,9 @@ class Examiner:
             changed.overrides["rows"] = f"divisible:{max(sizes)}"
         store = os.path.join(self.run.work_dir, f"{name}-{len(self.run.record.cells)}")
         try:
-            self.run.ask_solo(REFERENCE_JOB, encode(ReferenceSpec(changed, store, self.run.cache_path)))
+            self.run.ask_solo(
+                REFERENCE_JOB, encode(ReferenceSpec(changed, store, self.run.cache_path))
+            )
             cell = msgspec.structs.replace(spec, case=changed, store_path=store)
             answer = self.run.runner.run_cell(cell)
             if not isinstance(answer, CellEvidence):

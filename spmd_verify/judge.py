@@ -18,7 +18,15 @@ from spmd_verify.merge import Merged, TensorKey, by_tensor, merge
 from spmd_verify.record import Cause, Exercised, FirstDivergence, Row, WorstTensor
 from spmd_verify.rows import Fit, blank_row, count, growth, ratio_of, worst_row
 from spmd_verify.store import Entry, FloorInfo, Store
-from spmd_verify.verdict import LIMITS, ANCHORED_STAGES, STAGES, Verdict, cell_verdict, limit, row_verdict
+from spmd_verify.verdict import (
+    LIMITS,
+    ANCHORED_STAGES,
+    STAGES,
+    Verdict,
+    cell_verdict,
+    limit,
+    row_verdict,
+)
 
 # Stages a style may leave out: nothing is concluded from their absence.
 _OPTIONAL = frozenset({"inputs", "module_outputs", "clipping"})

@@ -282,8 +282,9 @@ def test_a_second_run_takes_the_reference_of_the_first(
 def test_what_the_key_cannot_see_is_seen_by_one_run(write_case: CaseWriter, tmp_path: Path) -> None:
     factor = tmp_path / "factor.txt"
     factor.write_text("1.5")
-    reading = f"float(open({str(factor)!r}).read())"
-    case = spec(write_case(MODEL.replace("self.first(x)", f"self.first(x) * {reading}")))
+    reading = f"float(pathlib.Path({str(factor)!r}).read_text())"
+    text = "import pathlib\n" + MODEL.replace("self.first(x)", f"self.first(x) * {reading}")
+    case = spec(write_case(text))
     made(case, tmp_path / "first", tmp_path / "cache")
     assert was_cached(made(case, tmp_path / "same", tmp_path / "cache"))
     factor.write_text("1.25")

@@ -159,9 +159,11 @@ class Drive:
         self.note("the eval forward")
         self.case.seed_step(self.case.steps)
         try:
-            with UserCode("The eval forward", path=self.case.path, slug="forward-raised"):
-                with self.stopwatch("evaluate"):
-                    outputs = run.evaluate(self.case.batch(0))
+            with (
+                self.stopwatch("evaluate"),
+                UserCode("The eval forward", path=self.case.path, slug="forward-raised"),
+            ):
+                outputs = run.evaluate(self.case.batch(0))
         except SpmdVerifyError as error:
             self.notes.append(error.message)
             return

@@ -253,9 +253,7 @@ def judge_cell(_context: Context, payload: bytes) -> bytes:
         )
         cell = _cell(request, reports, judgement)
     cell.unknown["seconds"] = _longest([r.seconds for r in reports]) | stopwatch.seconds
-    cell.unknown["cpu_seconds"] = (
-        _longest([r.cpu_seconds for r in reports]) | stopwatch.cpu_seconds
-    )
+    cell.unknown["cpu_seconds"] = _longest([r.cpu_seconds for r in reports]) | stopwatch.cpu_seconds
     return encode(cell)
 
 
