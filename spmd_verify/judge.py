@@ -9,18 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 
 from spmd_verify.cause import Evidence, exact_norm, find_cause
-from spmd_verify.compare import Statistics
+from spmd_verify.compare import NO_SUCH_TENSOR, Statistics
 from spmd_verify.merge import Merged, TensorKey, by_tensor, merge
 from spmd_verify.record import Cause, Exercised, FirstDivergence, Row, WorstTensor
 from spmd_verify.rows import Fit, blank_row, count, growth, ratio_of, worst_row
 from spmd_verify.store import Entry, FloorInfo, Store
 from spmd_verify.verdict import (
-    LIMITS,
     ANCHORED_STAGES,
+    LIMITS,
     STAGES,
     Verdict,
     cell_verdict,
@@ -119,7 +120,7 @@ def judge(
 
 
 # Stages whose tensors a style may hold in parts that nobody declared.
-_LAYOUTLESS: Final = ("inputs", "module_outputs", "eval_outputs")
+_LAYOUTLESS: Final = ("inputs", "module_outputs", "eval_outputs", "optimizer_state")
 # Stages that localise a fault and never make one alone.
 _LOCALISING: Final = ("inputs", "module_outputs")
 _OWN_STATE: Final = (
@@ -183,7 +184,8 @@ class _Judging:
         for (own_run, own_step, own_stage, name), entries in self.statistics.items():
             if (own_run, own_step, own_stage) != (run, step, stage) or name in known:
                 continue
-            if stage in _OPTIONAL or stage in ("optimizer_state", "buffers"):
+            is_own = entries[0].problem == NO_SUCH_TENSOR
+            if is_own and (stage in _OPTIONAL or stage in ("optimizer_state", "buffers")):
                 continue  # the style's own modules and bookkeeping
             entry = Entry(step=step, stage=stage, name=name, shape=[], dtype="")
             merged = merge([], entries)
@@ -212,7 +214,7 @@ class _Judging:
         if not entries:
             return self.absent(entry, run)
         merged = merge(entry.shape, entries)
-        if stage == "loss" and merged.values and not merged.is_exact:
+        if stage in ("loss", "eval_outputs") and merged.values and not merged.is_exact:
             self.reduce_losses(entry, run, merged)
         floor = entry.floors.get(run, FloorInfo(noise=0.0, scale=0.0))
         row = self.measured(entry, run, merged, floor)
@@ -338,8 +340,11 @@ class _Judging:
             if own > allowed >= error:
                 merged.squares = torch.tensor([error**2], dtype=torch.float64)
                 merged.layout = f"{how} over ranks"
-                self.notes.append(f"the loss is right as the {how} over ranks")
+                if entry.stage == "loss":
+                    self.notes.append(f"the loss is right as the {how} over ranks")
                 return
+        if entry.stage == "eval_outputs" and own > allowed:
+            merged.problems.append("layout unknown: a number that each rank has of its own part")
 
     def exercised(self, rows: Sequence[Row]) -> Exercised:
         """Count gradients and trainable parameters with signal, by name."""

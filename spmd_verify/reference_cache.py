@@ -100,14 +100,16 @@ class ReferenceCache:
             os.utime(entry / MANIFEST)
         except FileNotFoundError:
             # No entry, one that is being removed, or one that has lost a file.
-            return self._dropped(key, destination, "a file is missing" if entry.exists() else "")
+            if entry.exists():
+                self._drop(key, "a file is missing")
         except Damaged as damage:
-            return self._dropped(key, destination, str(damage))
+            self._drop(key, str(damage))
         except OSError as error:
             self.remarks.append(f"the reference cache was not read: {_reason(error)}")
-            shutil.rmtree(destination, ignore_errors=True)
-            return None
-        return manifest.notes
+        else:
+            return manifest.notes
+        shutil.rmtree(destination, ignore_errors=True)
+        return None
 
     def put(self, key: str, source: Path, notes: list[str]) -> None:
         """Keep the store at `source`, and remove what is then too much.
@@ -149,12 +151,10 @@ class ReferenceCache:
             os.rename(self.folder / key, os.path.join(doomed, key))
             shutil.rmtree(doomed, ignore_errors=True)
 
-    def _dropped(self, key: str, destination: Path, why: str) -> None:
-        """Remove a damaged entry, what it left at `destination`, and say so."""
-        shutil.rmtree(destination, ignore_errors=True)
-        if why:
-            self.remove(key)
-            self.remarks.append(f"the cached reference was damaged ({why}) and is made anew")
+    def _drop(self, key: str, why: str) -> None:
+        """Remove a damaged entry and say so."""
+        self.remove(key)
+        self.remarks.append(f"the cached reference was damaged ({why}) and is made anew")
 
     def _shrink(self, kept: str) -> None:
         """Remove the least recently used entries above the limit, and left-overs of kills."""

@@ -108,7 +108,7 @@ def _add(digest: Any, value: Any) -> None:
     digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
     if value.numel() and value.layout == torch.strided:
         raw = as_real(value.detach()).cpu().contiguous()
-        digest.update(memoryview(raw.reshape(-1).view(torch.uint8).numpy()))
+        digest.update(raw.reshape(-1).view(torch.uint8).numpy().data)
 
 
 @functools.cache
