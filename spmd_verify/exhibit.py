@@ -313,7 +313,7 @@ def fit(columns: Sequence[Tensor], whole: Tensor, tolerance: float) -> list[floa
 
 def _flat(value: Tensor | None, like: Tensor) -> Tensor:
     """Return a gradient as a vector, zeros where it is missing."""
-    return torch.zeros_like(like) if value is None else as_real(value).reshape(-1)
+    return torch.zeros_like(like) if value is None else as_real(value).reshape(-1).nan_to_num()
 
 
 def _digest(batch: Any) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 
@@ -204,7 +205,7 @@ class _Judging:
         if not entries:
             return self.absent(entry, run)
         merged = merge(entry.shape, entries)
-        if stage == "loss" and merged.values and not merged.is_exact:
+        if stage in ("loss", "eval_outputs") and merged.values and not merged.is_exact:
             self.reduce_losses(entry, run, merged)
         floor = entry.floors.get(run, FloorInfo(noise=0.0, scale=0.0))
         row = self.measured(entry, run, merged, floor)
@@ -330,8 +331,11 @@ class _Judging:
             if own > allowed >= error:
                 merged.squares = torch.tensor([error**2], dtype=torch.float64)
                 merged.layout = f"{how} over ranks"
-                self.notes.append(f"the loss is right as the {how} over ranks")
+                if entry.stage == "loss":
+                    self.notes.append(f"the loss is right as the {how} over ranks")
                 return
+        if entry.stage == "eval_outputs" and own > allowed:
+            merged.problems.append("layout unknown: a number that each rank has of its own part")
 
     def exercised(self, rows: Sequence[Row]) -> Exercised:
         """Count gradients and trainable parameters with signal, by name."""
