@@ -88,7 +88,8 @@ class Examination:
             if row.step != step or row.verdict != Verdict.MISMATCH:
                 continue
             if row.stage == "module_outputs":
-                why = explained(self.exhibit, row)
+                is_number = not row.shape
+                why = "a number: the loss decides" if is_number else explained(self.exhibit, row)
                 if why is not None:
                     row.verdict, row.cause = str(Verdict.ROUNDING), None
                     row.unknown["explained"] = why
@@ -99,8 +100,21 @@ class Examination:
             undecided = row.stage == "inputs" and row.step == step
             if undecided and row.verdict == Verdict.UNDETERMINED and self.is_wrong_input(row):
                 row.verdict = str(Verdict.MISMATCH)
+        self.find_missing_gradients()
         settle(self.cell.tensors)
         return _first(self.cell.tensors)
+
+    def find_missing_gradients(self) -> None:
+        """Count a gradient that is None where its parameter moves wrongly as a mismatch."""
+        wrong = {row.name for row in self.exhibit.mismatches("parameters")}
+        for row in self.exhibit.stage_rows("gradients"):
+            held = self.exhibit.locals(row) if row.name in wrong else {}
+            parameter = self.exhibit.by_key.get(("free", row.step, "parameters", row.name))
+            if not held or parameter is None or row.verdict == Verdict.MISMATCH:
+                continue
+            owners = self.exhibit.locals(parameter)
+            if set(owners) - set(held) and len(self.exhibit.regions(row)) == 1:
+                row.verdict = str(Verdict.MISMATCH)
 
     def is_wrong_input(self, row: Row) -> bool:
         """Say whether slices of an input are missing, doubled or altered over the ranks."""
@@ -164,16 +178,23 @@ class Examination:
         axes = self.exhibit.axes
         return any(size % n for axis, n in axes.items() if self.exhibit.is_data_axis(axis))
 
+    def part_sizes(self) -> list[str]:
+        """Return how many samples each rank has."""
+        case = self.exhibit.case
+        return [str(case.batch_size_of(part)) for part in self.exhibit.part_batches.values()]
+
     def last_resort(self, first: Row) -> Cause | None:
         """`uneven`: right where the batch divides."""
         if self.exhibit.experiments.get("divisible"):
             size = self.exhibit.case.batch_size
             sizes = ", ".join(f"{a}={n}" for a, n in self.exhibit.axes.items())
+            parts = ", ".join(self.part_sizes())
+            names = list(dict.fromkeys([first.name, *affected(self.exhibit)]))
             text = (
-                f"{first.name}: right when the batch divides by the ranks, wrong with {size} "
-                f"samples over {sizes}"
+                f"{words.listed(names)}: right when the batch divides by the ranks, wrong with "
+                f"{size} samples over {sizes} (parts of {parts})"
             )
-            return cause("uneven", text, tensors=[first.name], ranks=first.ranks)
+            return cause("uneven", text, tensors=names, ranks=first.ranks)
         return None
 
 

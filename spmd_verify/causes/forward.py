@@ -22,14 +22,14 @@ def affected(exhibit: Exhibit) -> list[str]:
 
 def batch_statistics(exhibit: Exhibit, row: Row) -> Cause | None:
     """`batch_statistics`: the output is what this rank's part of the batch gives alone."""
-    if not _is_own_part(exhibit, row):
-        return None
     kind = _module_kind(exhibit, row.name)
-    if exhibit.store.index.notes and kind is None:
-        return None
     if _draws(exhibit, row):
         return None
+    if not _is_own_part(exhibit, row):
+        return _other_statistics(exhibit, row, kind)
     is_norm = kind is not None and "Norm" in kind
+    if not is_norm and exhibit.is_chance_open:
+        return None
     layer = f"{row.name} ({kind})" if kind else row.name
     if not is_norm and not _has_statistics(exhibit, row.name):
         text = (
@@ -49,6 +49,39 @@ def batch_statistics(exhibit: Exhibit, row: Row) -> Cause | None:
         remedy="Use SyncBatchNorm (torch.nn.SyncBatchNorm.convert_sync_batchnorm), or a "
         "normalisation within the sample",
     )
+
+
+def _other_statistics(exhibit: Exhibit, row: Row, kind: str | None) -> Cause | None:
+    """Say that a normalisation used other statistics: an output off by scale and shift only."""
+    if kind is None or "Norm" not in kind:
+        return None
+    found, whole = _by_shape(exhibit, row), exhibit.reference(row)
+    first = next(iter(exhibit.locals(row).values()), None)
+    if first is not None and first.shape == whole.shape:
+        found = first
+    if found is None or found.shape != whole.shape or found.ndim < 2:
+        return None
+    size = len(next(iter(exhibit.locals(row).values())))
+    left = right = 0.0
+    for rows in range(0, found.shape[0], max(size, 1)):
+        part = slice(rows, rows + size)
+        a, b = (v[part].transpose(0, 1).flatten(1) for v in (found, whole))
+        b0 = b - b.mean(1, keepdim=True)
+        k = ((a - a.mean(1, keepdim=True)) * b0).sum(1, keepdim=True) / b0.square().sum(
+            1, keepdim=True
+        ).clamp(min=1e-300)
+        left += float((a - a.mean(1, keepdim=True) - k * b0).square().sum())
+        right += float((a - b).square().sum())
+    if math.sqrt(left) > 4.0 * exhibit.tolerance(row) or right == 0.0:
+        return None
+    text = (
+        f"{row.name} ({kind}) normalises with other statistics than those of the whole batch: "
+        f"every channel is off by a scale and a shift"
+    )
+    return cause(
+        "batch_statistics", text, tensors=[row.name, *affected(exhibit)], ranks=row.ranks,
+        remedy="Use SyncBatchNorm, or combine means and variances of all ranks",
+    )  # fmt: skip
 
 
 def _is_own_part(exhibit: Exhibit, row: Row) -> bool:
@@ -339,7 +372,8 @@ def position(exhibit: Exhibit, row: Row) -> Cause | None:
         rows = _rows_of(exhibit, row, regions, tolerance)
         text = (
             f"{row.name} is right on {ranks_text(right)} and wrong on {ranks_text(wrong)}{rows}: "
-            f"positions, masks or offsets start anew on every rank instead of going on"
+            f"positions, masks or offsets start anew on every rank of "
+            f"{', '.join(exhibit.wide_axes)} instead of going on"
         )
         tensors = [row.name, *affected(exhibit)]
         return cause("position", text, tensors=tensors, ranks=sorted(wrong))

@@ -238,17 +238,25 @@ def _mean_of_losses(exhibit: Exhibit, row: Row, weights: Sequence[float]) -> Cau
             return None
         own.setdefault(piece.coordinate, []).append(value)
     everything = [value for values in own.values() for value in values]
-    mean = math.fsum(everything) / len(everything)
+    # A piece without valid labels is 0 / 0 on one device; a style may make it 0.
+    mean = math.fsum(v for v in everything if v == v) / len(everything)
     values = {at: float(v.reshape(-1)[0]) for at, v in exhibit.locals(row).items()}
     tolerance = 4.0 * exhibit.tolerance(row)
     is_own = all(
-        any(abs(value - math.fsum(v) / len(v)) <= tolerance for v in own.values())
+        any(_same(value, math.fsum(v) / len(v), tolerance) for v in own.values())
         for value in values.values()
     )
     is_mean = all(abs(value - mean) <= tolerance for value in values.values())
     if not (is_own or is_mean):
         return None
     return _means_cause(exhibit, row, weights, 1.0)
+
+
+def _same(value: float, own: float, tolerance: float) -> bool:
+    """Say whether two losses agree; of one over nothing NaN and 0 do."""
+    if math.isnan(own):
+        return math.isnan(value) or value == 0.0
+    return abs(value - own) <= tolerance
 
 
 def _loss(record: Mapping[str, Mapping[str, Tensor]]) -> float | None:
@@ -308,8 +316,7 @@ def weighted_ranks(exhibit: Exhibit, row: Row) -> Cause | None:
     if weights is None or counted is None or len(weights) < 2:
         return None
     ratios = [c / w if w else math.inf for c, w in zip(counted, weights, strict=True)]
-    usual = sorted(ratios)[len(ratios) // 2]
-    usual = 1.0 if any(abs(r - 1.0) < 1e-3 for r in ratios) else usual
+    usual = _usual(ratios)
     off = [i for i, r in enumerate(ratios) if abs(r - usual) > 1e-3]
     if not off:
         return None
@@ -330,19 +337,30 @@ def weighted_ranks(exhibit: Exhibit, row: Row) -> Cause | None:
     return cause(kind, text, tensors=names, ranks=ranks, factor=k)
 
 
+def _usual(ratios: Sequence[float]) -> float:
+    """Return how most parts count; 1 where there is no majority and some part counts right."""
+    for ratio in ratios:
+        if sum(abs(other - ratio) < 1e-3 for other in ratios) * 2 > len(ratios):
+            return ratio
+    return 1.0 if any(abs(r - 1.0) < 1e-3 for r in ratios) else sorted(ratios)[len(ratios) // 2]
+
+
 def _same_ratios(exhibit: Exhibit, row: Row, ratios: Sequence[float]) -> bool:
     """Say whether parts count in another tensor as they do in this."""
-    counted, weights = _counted(exhibit, row), exhibit.weights
-    if counted is None or weights is None:
+    found, weights = exhibit.assembled(row), exhibit.weights
+    if found is None or weights is None:
         return False
-    return all(abs(c / w - r) < 1e-2 for c, w, r in zip(counted, weights, ratios, strict=True) if w)
+    parts = part_gradients(exhibit, row)
+    made = sum(r * w * g for r, w, g in zip(ratios, weights, parts, strict=True))
+    scale = max(1.0, *(abs(r) for r in ratios))
+    return float((found - made).norm()) <= 8.0 * exhibit.tolerance(row) * scale
 
 
 def cross_sample(exhibit: Exhibit, row: Row) -> Cause | None:
     """`cross_sample`: the mean of per-rank losses of a loss that couples samples."""
     weights = exhibit.weights
     is_separable = weights is not None and denominators(exhibit, weights) is not None
-    if is_separable or len(exhibit.distinct_parts) < 2:
+    if is_separable or len(exhibit.distinct_parts) < 2 or exhibit.is_chance_open:
         return None
     if row.stage == "loss":
         own = [_loss(exhibit.part_records[at]) for at in exhibit.distinct_parts]

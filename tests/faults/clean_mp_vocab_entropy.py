@@ -40,16 +40,16 @@ def get_optimizer(params):
     return torch.optim.SGD(params, lr=0.6, foreach=False)
 
 
-def mesh_torch():
+def mesh_library():
     return {"tp": 2}
 
 
-def parallelize_torch(model, mesh):
+def parallelize_library(model, mesh):
     cut = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
     return parallelize_module(model, mesh, {"head": cut})
 
 
-def step_torch(model, optimizer, batch, mesh):
+def step_library(model, optimizer, batch, mesh):
     optimizer.zero_grad()
     with loss_parallel():
         value = model(**batch)
@@ -77,7 +77,7 @@ class _Sum(torch.autograd.Function):
         return grad, None, None
 
 
-mesh_hand = mesh_torch
+mesh_hand = mesh_library
 
 
 def layout_hand():
@@ -105,4 +105,4 @@ def parallelize_hand(model, mesh):
     return model
 
 
-EXPECT = {name: {"verdict": "pass"} for name in ("torch", "hand")}
+EXPECT = {name: {"verdict": "pass"} for name in ("library", "hand")}
