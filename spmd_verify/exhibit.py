@@ -334,7 +334,7 @@ def _digest(batch: Any) -> str:
     """Return what tells two parts of a batch apart."""
     from torch.utils import _pytree as pytree
 
-    from spmd_verify.compare import digest
+    from spmd_verify.measure import digest
 
     leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     return "/".join(digest(leaf) for leaf in leaves)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from spmd_verify.compare import Statistics, unpacked
+from spmd_verify.measure import Statistics, unpacked
 from spmd_verify.norms import num_rows
 
 TensorKey = tuple[str, int, str, str]  # run, step, stage, name

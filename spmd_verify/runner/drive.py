@@ -14,14 +14,10 @@ from typing import Any
 import torch
 
 from spmd_verify.case import LoadedCase
-from spmd_verify.compare import (
-    Statistics,
-    compare,
-    fitting_parts,
-    hyper_parameter_differences,
-)
+from spmd_verify.compare import compare, fitting_parts, hyper_parameter_differences
 from spmd_verify.errors import SpmdVerifyError
 from spmd_verify.layouts import region
+from spmd_verify.measure import Statistics
 from spmd_verify.runner.dumping import DumpTaker
 from spmd_verify.store import Store
 from spmd_verify.styles.base import Observation, Observed, Style, StyleContext, StyleRun

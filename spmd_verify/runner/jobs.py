@@ -16,8 +16,8 @@ import torch
 
 from spmd_verify import noise, styles
 from spmd_verify.case import LoadedCase, load_case
-from spmd_verify.compare import Statistics
 from spmd_verify.judge import Judgement, judge
+from spmd_verify.measure import Statistics
 from spmd_verify.record import Cell
 from spmd_verify.reference_cache import ReferenceCache
 from spmd_verify.reference_key import reference_key, still_holds
