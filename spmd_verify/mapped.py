@@ -58,9 +58,7 @@ class MappedTensors:
             self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
         header.pop("__metadata__", None)
         self._start = _LENGTH_BYTES + length
-        self._places = {
-            key: msgspec.json.decode(raw, type=_Place) for key, raw in header.items()
-        }
+        self._places = {key: msgspec.json.decode(raw, type=_Place) for key, raw in header.items()}
 
     def __contains__(self, key: str) -> bool:
         return key in self._places
