@@ -182,7 +182,9 @@ class _Judging:
         """Return rows of tensors that only one side has, and of gradients that neither has."""
         found = []
         for (own_run, own_step, own_stage, name), entries in self.statistics.items():
-            if (own_run, own_step, own_stage) != (run, step, stage) or name in known:
+            # Hyper-parameters are compared before the steps of the free run.
+            runs = (run, "free") if stage == "inputs" else (run,)
+            if own_run not in runs or (own_step, own_stage) != (step, stage) or name in known:
                 continue
             is_own = entries[0].problem == NO_SUCH_TENSOR
             if is_own and (stage in _OPTIONAL or stage in ("optimizer_state", "buffers")):
