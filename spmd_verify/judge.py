@@ -7,7 +7,7 @@ which runner it came from.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -62,6 +62,7 @@ def judge(
     *,
     axes: Mapping[str, int],
     is_anchored: bool = True,
+    settle: Callable[[list[Row]], None] | None = None,
 ) -> Judgement:
     """Judge one cell.
 
@@ -70,9 +71,12 @@ def judge(
         statistics: Of all ranks, both runs, all steps.
         axes: Mesh axes in mesh order, `{name: ranks}`.
         is_anchored: False where anchoring was switched off: the free run decides alone.
+        settle: Looks at the rows before anything is concluded from them, in place.
     """
     judging = _Judging(store, by_tensor(statistics), axes, is_anchored)
     rows = judging.rows()
+    if settle is not None:
+        settle(rows)
     _settle_module_outputs(rows)
     first = next((row for row in rows if row.verdict == Verdict.MISMATCH), None)
     _mark_downstream(rows, first)
@@ -291,6 +295,8 @@ class _Judging:
         row.cause = find_cause(evidence)
         if merged.copies_differ:
             row.unknown["copies_differ"] = True
+        if merged.problems:
+            row.unknown["problem"] = merged.problems[0]
         return row
 
     def reduce_losses(self, entry: Entry, run: str, merged: Merged) -> None:
