@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -24,17 +25,17 @@ from spmd_verify.judge import Judgement, judge
 from spmd_verify.layouts import Coordinate, describe
 from spmd_verify.noise import BY_ELEMENT, Noise
 from spmd_verify.norms import is_rounding
-from spmd_verify.record import Cell
+from spmd_verify.record import Cell, Row
 from spmd_verify.single import Reference
 from spmd_verify.store import Entry, Store, write_store
 from spmd_verify.trajectory import Observed, StepRecord, Trajectory
-from spmd_verify.verdict import STAGES, unit_roundoff
+from spmd_verify.verdict import STAGES, Verdict, unit_roundoff
 
-RUN = "free"
+RUN: Final = "free"
 # Fewer noise runs than this are said in the report. Source: verdicts.md part 3.
-FEWEST_RUNS = 4
+FEWEST_RUNS: Final = 4
 # Where a reference that is not finite says nothing; a mask may well be infinite.
-_FINITE_STAGES = ("loss", "gradients", "clipping", "optimizer_state", "parameters")
+_FINITE_STAGES: Final = ("loss", "gradients", "clipping", "optimizer_state", "parameters")
 
 
 @dataclass
@@ -77,10 +78,11 @@ def judge_dumps(comparison: Comparison) -> Cell:
     noise = [global_steps(each, comparison) for each in comparison.noise]
     _check_runs(comparison, steps, exact, noise)
     dtype = _usual_dtype(steps)
-    if comparison.has_noise and len(noise) + (exact is not None) < FEWEST_RUNS:
+    if comparison.has_noise and len(noise) < FEWEST_RUNS:
+        sources = [*(["the float64 run"] if exact else []), f"{len(noise)} noise runs"]
         comparison.notes.append(
-            f"{len(noise)} noise runs{' and float64' if exact else ''}: at least {FEWEST_RUNS} "
-            f"make a floor that a tensor's own draw does not decide"
+            f"the floor comes from {' and '.join(sources)}; {FEWEST_RUNS} or more --noise make a "
+            f"floor that does not hang on single draws"
         )
     shapes = {
         str(Key(RUN, step, stage, name)): tuple(value.shape)
@@ -92,7 +94,15 @@ def judge_dumps(comparison: Comparison) -> Cell:
     with tempfile.TemporaryDirectory(prefix="spmd-verify-") as folder:
         store = _store(Path(folder), steps, exact, noise, dtype)
         statistics = _statistics(store, candidate)
-        settle = None if comparison.has_noise else Noiseless(store, candidate).settle
+        noiseless = None if comparison.has_noise else Noiseless(store, candidate)
+
+        def settle(rows: list[Row]) -> None:
+            """Leave out gradients that no dump is about; settle what has no floor."""
+            if not any(record["gradients"] for record in steps):
+                rows[:] = [row for row in rows if row.stage != "gradients" or row.cause]
+            if noiseless is not None:
+                noiseless.settle(rows)
+
         judgement = judge(store, statistics, axes=candidate.axes, is_anchored=False, settle=settle)
     return _cell(comparison, judgement, dtype)
 
@@ -273,6 +283,17 @@ def _usual_dtype(steps: Sequence[StepRecord]) -> str:
     return counts.most_common(1)[0][0] if counts else "float32"
 
 
+def _verdict(judgement: Judgement) -> Verdict:
+    """Return the cell's verdict; without parameters all rows say whether anything is decided."""
+    rows = [row for row in judgement.rows if row.verdict != Verdict.NOT_EXERCISED]
+    if judgement.verdict != Verdict.ROUNDING or any(row.stage == "parameters" for row in rows):
+        return judgement.verdict
+    sizes = {True: 0, False: 0}
+    for row in rows:
+        sizes[row.verdict == Verdict.UNDETERMINED] += math.prod(row.shape)
+    return Verdict.UNDETERMINED if sizes[True] > sizes[False] else judgement.verdict
+
+
 def _cell(comparison: Comparison, judgement: Judgement, dtype: str) -> Cell:
     """Put a judgement into the record's form."""
     axes = comparison.candidate.axes
@@ -288,7 +309,7 @@ def _cell(comparison: Comparison, judgement: Judgement, dtype: str) -> Cell:
         dtype=dtype,
         world_size=len(comparison.candidate.ranks),
         runner="dump",
-        verdict=str(judgement.verdict),
+        verdict=str(_verdict(judgement)),
         message="; ".join(dict.fromkeys([*comparison.notes, *judgement.notes])),
         cause=judgement.cause,
         first_divergence=judgement.first_divergence,

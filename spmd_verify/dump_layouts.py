@@ -97,7 +97,7 @@ def declare_layouts(held: Dump, shapes: Mapping[str, Shape], given: Mapping[str,
 
     Args:
         held: The dump.
-        shapes: Global sizes by key, of the reference.
+        shapes: Global sizes by key (`run|step|stage|name`), of the reference.
         given: `{name glob: placements}`; the first glob that matches counts.
 
     Returns:
@@ -112,18 +112,21 @@ def declare_layouts(held: Dump, shapes: Mapping[str, Shape], given: Mapping[str,
         if None not in (held.layout(text, at) for at in own):
             continue
         key = Key.of(text)
+        shape = shapes.get(str(key))
         pattern = next((glob for glob in given if fnmatchcase(key.name, glob)), None)
         if pattern is not None:
             where = f"{pattern!r} in --layout, for {text!r} in {held.path}"
             layout = read_layout(given[pattern], len(held.axes), where) or ()
-            sizes = shapes.get(text) or global_shape(own, layout)
+            sizes = global_shape(own, layout) if shape is None else shape
             held.declare(text, sizes, dict.fromkeys(own, layout))
-        elif text in shapes and key.stage != "loss":
-            found = fitting(own, shapes[text], held.mesh_shape)
+        elif key.stage != "loss" and not any(own.values()):  # a number has nothing to split
+            held.declare(text, (), dict.fromkeys(own, (Replicate(),) * len(held.axes)))
+        elif key.stage != "loss" and shape is not None:
+            found = fitting(own, shape, held.mesh_shape)
             if len(found) > 1:
-                raise _ambiguous(held, text, shapes[text], own, found)
+                raise _ambiguous(held, text, shape, own, found)
             if found:
-                held.declare(text, shapes[text], dict.fromkeys(own, found[0]))
+                held.declare(text, shape, dict.fromkeys(own, found[0]))
                 inferred.setdefault(describe(found[0]), []).append(key.name)
     return [
         f"layout {layout} inferred from shapes: {_some(list(dict.fromkeys(names)))}"

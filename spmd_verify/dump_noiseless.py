@@ -49,6 +49,11 @@ class Noiseless:
     store: Store
     candidate: Dump
     _siblings: dict[tuple[int, str, str], float] = field(default_factory=dict)
+    _keys: dict[Key, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Remember under which text each tensor of the candidate lies."""
+        self._keys = {Key.of(text): text for text in list(self.candidate.keys())}
 
     def settle(self, rows: list[Row]) -> None:
         """Turn mismatches that rounding might explain into undetermined rows, in place."""
@@ -107,8 +112,9 @@ class Noiseless:
         name = row.name if row.stage == "parameters" else row.name.rsplit(".", 1)[0]
         expected = self.store.expected(row.step, row.stage, row.name)
         try:
-            actual = self.candidate.global_tensor(str(Key("free", row.step, row.stage, row.name)))
-        except DumpError:
+            text = self._keys[Key("free", row.step, row.stage, row.name)]
+            actual = self.candidate.global_tensor(text)
+        except (KeyError, DumpError):
             return False
         quiet = self._quiet(row.step, name, expected.shape)
         if quiet is None or not bool(quiet.any()):
