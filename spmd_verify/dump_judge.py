@@ -94,13 +94,13 @@ def judge_dumps(comparison: Comparison) -> Cell:
     with tempfile.TemporaryDirectory(prefix="spmd-verify-") as folder:
         store = _store(Path(folder), steps, exact, noise, dtype)
         statistics = _statistics(store, candidate)
-        noiseless = None if comparison.has_noise else Noiseless(store, candidate)
+        noiseless = Noiseless(store, candidate, has_floors=comparison.has_noise)
 
         def settle(rows: list[Row]) -> None:
             """Leave out gradients that no dump is about; settle what has no floor."""
             if not any(record["gradients"] for record in steps):
                 rows[:] = [row for row in rows if row.stage != "gradients" or row.cause]
-            if noiseless is not None:
+            if len(noise) < FEWEST_RUNS:
                 noiseless.settle(rows)
 
         judgement = judge(store, statistics, axes=candidate.axes, is_anchored=False, settle=settle)

@@ -285,6 +285,23 @@ def test_a_gradient_that_is_zero_beside_the_others_decides_nothing(
     assert {row.name: row.verdict for row in cell.tensors} == {"w": "exact", "b": "undetermined"}
 
 
+@pytest.mark.parametrize("runs", [1, 4])
+def test_few_noise_runs_leave_gradients_that_cancel_undecided(
+    compare: Compare, tmp_path: Path, w: Tensor, runs: int
+) -> None:
+    # An attention's key bias: rounding decides all of it, and a run of it may be exactly 0.
+    a = whole(tmp_path / "a", w=w, b=torch.zeros(3))
+    b = whole(tmp_path / "b", w=w, b=torch.tensor([0.0, 4e-9, -2e-9]))
+    draws = [torch.zeros(3), *(torch.full((3,), (-1) ** i * 3e-9) for i in range(3))]
+    noise = [whole(tmp_path / f"n{i}", w=w * (1 + 1e-7), b=draws[i]) for i in range(runs)]
+    code, text, cell = compare(a, b, *(word for path in noise for word in ("--noise", path)))
+    assert code == 0, text
+    verdicts = {row.name: row.verdict for row in cell.tensors}
+    assert verdicts["b"] == ("undetermined" if runs == 1 else "not_exercised")
+    code, text, _ = compare(a, whole(tmp_path / "c", w=1.0001 * w, b=torch.zeros(3)))
+    assert code == 1, text
+
+
 def test_names_shapes_and_dtypes_that_differ_are_rows(
     compare: Compare, tmp_path: Path, w: Tensor
 ) -> None:
