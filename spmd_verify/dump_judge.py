@@ -17,7 +17,7 @@ from spmd_verify.compare import Statistics, compare
 from spmd_verify.dump import Dump
 from spmd_verify.dump_format import DumpError, Key
 from spmd_verify.dump_layouts import declare_layouts
-from spmd_verify.dump_noiseless import Noiseless
+from spmd_verify.dump_noiseless import FEWEST_RUNS, Noiseless
 from spmd_verify.errors import UsageError
 from spmd_verify.floor_table import FloorTable
 from spmd_verify.floors import Ensemble
@@ -32,8 +32,6 @@ from spmd_verify.trajectory import Observed, StepRecord, Trajectory
 from spmd_verify.verdict import STAGES, Verdict, unit_roundoff
 
 RUN: Final = "free"
-# Fewer noise runs than this are said in the report. Source: verdicts.md part 3.
-FEWEST_RUNS: Final = 4
 # Where a reference that is not finite says nothing; a mask may well be infinite.
 _FINITE_STAGES: Final = ("loss", "gradients", "clipping", "optimizer_state", "parameters")
 
@@ -94,14 +92,13 @@ def judge_dumps(comparison: Comparison) -> Cell:
     with tempfile.TemporaryDirectory(prefix="spmd-verify-") as folder:
         store = _store(Path(folder), steps, exact, noise, dtype)
         statistics = _statistics(store, candidate)
-        noiseless = Noiseless(store, candidate, has_floors=comparison.has_noise)
+        noiseless = Noiseless(store, candidate, comparison.has_noise, len(noise))
 
         def settle(rows: list[Row]) -> None:
             """Leave out gradients that no dump is about; settle what has no floor."""
             if not any(record["gradients"] for record in steps):
                 rows[:] = [row for row in rows if row.stage != "gradients" or row.cause]
-            if len(noise) < FEWEST_RUNS:
-                noiseless.settle(rows)
+            noiseless.settle(rows)
 
         judgement = judge(store, statistics, axes=candidate.axes, is_anchored=False, settle=settle)
     return _cell(comparison, judgement, dtype)
