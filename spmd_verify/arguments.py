@@ -7,10 +7,9 @@ from typing import Any, Final
 from spmd_verify.errors import UsageError
 from spmd_verify.version import __version__
 
-VERBS: Final = ("run", "styles", "schema")
+VERBS: Final = ("run", "compare", "styles", "schema")
 # Verbs of the design that this version does not have; typed alone they are no file names.
 PLANNED_VERBS: Final = (
-    "compare",
     "certify",
     "fuzz",
     "report",
@@ -52,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     run = verbs.add_parser("run", help="the check")
     _add_run_flags(run)
+    _add_compare_flags(verbs.add_parser("compare", help="two dumps, or two records"))
     verbs.add_parser("styles", help="list the parallel styles")
     verbs.add_parser("schema", help="print the JSON Schema of a record")
     return parser
@@ -84,6 +84,29 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     add = shown.add_argument
     add("--list", dest="list_only", action="store_true", help="list the cells, run nothing")
     add("--explain", action="store_true", help="say where each part of the case was found")
+    _add_common_flags(parser, shown)
+
+
+def _add_compare_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of `compare`."""
+    add = parser.add_argument
+    add("reference", metavar="A", help="what is right: a dump of one device or more, or a record")
+    add("candidate", metavar="B", help="what is judged: a dump, or a newer record")
+    what = parser.add_argument_group("what to judge by (dumps)")
+    add = what.add_argument
+    add("--exact", metavar="DUMP", help="A's run in float64")
+    add("--noise", action="append", default=[], metavar="DUMP", help="another run of A, such as "
+        "another order of the batch; repeatable, four are wanted")  # fmt: skip
+    add("--layout", metavar="FILE", help="JSON {name glob: placements} for tensors without layout")
+    add(
+        "--axes", metavar="MESH", help="dp=2 or dp=2,tp=2: the mesh of plain rank0.safetensors, ..."
+    )
+    _add_common_flags(parser, parser.add_argument_group("what to show"))
+
+
+def _add_common_flags(parser: argparse.ArgumentParser, shown: argparse._ArgumentGroup) -> None:
+    """Declare the flags of every verb that judges."""
+    add = shown.add_argument
     add("-v", "--verbose", action="count", default=0, help="list tensors; -vv also exact ones; "
         "tracebacks of errors")  # fmt: skip
     add("-q", "--quiet", action="store_true", help="no progress, only the table")

@@ -1,4 +1,4 @@
-"""The command line: parse, run, print, and one exit code. No verb but `run` imports torch."""
+"""The command line: parse, run, print, and one exit code. Only `run` and `compare` import torch."""
 
 import argparse
 import json
@@ -26,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parse_arguments(words)
         verbs: dict[str, Callable[[argparse.Namespace, list[str]], int]] = {
             "run": _run,
+            "compare": _compare,
             "styles": _styles,
             "schema": _schema,
         }
@@ -106,6 +107,19 @@ def _run(arguments: argparse.Namespace, words: list[str]) -> int:
     text = terminal.render(record, verbosity=options.verbosity, explain=options.explain)
     print(text, flush=True)
     for report_format, path in options.reports:
+        write_report(record, report_format, path)
+    return int(record.exit_code)
+
+
+def _compare(arguments: argparse.Namespace, words: list[str]) -> int:
+    """Compare two dumps or two records, print what differs, write the reports."""
+    from spmd_verify import compare_verb  # not for --help
+    from spmd_verify.reporters import write_report
+
+    reports = [report_argument(text) for text in arguments.report]
+    record, text = compare_verb.compare(arguments, ("spmd-verify", *words))
+    print(text, flush=True)
+    for report_format, path in reports:
         write_report(record, report_format, path)
     return int(record.exit_code)
 

@@ -7,7 +7,7 @@ which runner it came from.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -71,6 +71,7 @@ def judge(
     *,
     axes: Mapping[str, int],
     is_anchored: bool = True,
+    adjust: Callable[[list[Row]], None] | None = None,
 ) -> Judgement:
     """Judge one cell.
 
@@ -79,9 +80,12 @@ def judge(
         statistics: Of all ranks, both runs, all steps.
         axes: Mesh axes in mesh order, `{name: ranks}`.
         is_anchored: False where anchoring was switched off: the free run decides alone.
+        adjust: Looks at the rows before anything is concluded from them, in place.
     """
     judging = _Judging(store, by_tensor(statistics), axes, is_anchored)
     rows = judging.rows()
+    if adjust is not None:
+        adjust(rows)
     settle(rows)
     if is_anchored and _is_anchoring_to_blame(judging, rows):
         judging = _Judging(store, judging.statistics, axes, is_anchored=False)
@@ -323,6 +327,8 @@ class _Judging:
         row.cause = find_cause(evidence)
         if merged.copies_differ:
             row.unknown["copies_differ"] = True
+        if merged.problems:
+            row.unknown["problem"] = merged.problems[0]
         return row
 
     def reduce_losses(self, entry: Entry, run: str, merged: Merged) -> None:
