@@ -76,7 +76,7 @@ class DrawnModel:
             *([HAND.strip()] if self.training.optimizer == "hand" else []),
             *(f"def {name}:\n{_block(lines, 4)}" for name, lines in kept),
         ]
-        return "\n\n".join([_HEAD, *written]) + "\n"
+        return "\n\n\n".join([_HEAD.strip(), *written]) + "\n"
 
 
 def _block(lines: list[str], by: int) -> str:

@@ -192,22 +192,23 @@ def check(subject: Subject, placing: Placing, tally: Tally, rules: Rules) -> Non
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            expected, floors = _reference(subject, rules)
+            expected, floors = _reference(subject)
         except (RuntimeError, ValueError, CaseError) as refused:
             raise Undrawable(f"eager refuses: {str(refused).splitlines()[0][:60]}") from refused
         captures = subject.captures()
         for style in rules.styles:
+            tally.cells += 1
             try:
                 run = StyleRun(subject, style, placing, rules.passes, captures)
                 _compare(run, expected, floors, tally, rules.tolerance)
-            except Exception as failure:  # noqa: BLE001 - whatever the engine raises is a finding
+            except Exception as failure:  # whatever the engine raises is a finding
                 finding = replace(_finding(failure), style=style, placing=placing)
                 if finding.kind == "refused" and rules.allows_refusals:
                     tally.refused[finding.place] += 1
+                    tally.cells -= 1
                     continue
                 message = f"{style} on {placing.text}: {finding.what}\n{finding.detail}"
                 raise Differs(message, finding) from failure
-            tally.cells += 1
             tally.fallbacks.update(run.step.fallbacks)
     loud = [f > DETERMINED * rules.tolerance for step in floors for f in step.values()]
     if sum(loud) > MOST_UNDETERMINED * len(loud):
@@ -228,13 +229,13 @@ def _finding(failure: Exception) -> Finding:
     own = [frame for frame in frames if "/spmd/" in frame.filename]
     place = f"{own[-1].filename.rpartition('/spmd/')[2]}:{own[-1].name}" if own else ""
     text = "".join(traceback.format_exception(failure)).rstrip()
-    return Finding("", Placing(), "crash", 0, what, text, f"{type(failure).__name__} {place}")
+    return Finding("", Placing(), "crash", 0, what, text, place)
 
 
 # -- eager ---------------------------------------------------------------------------------
 
 
-def _reference(subject: Subject, rules: Rules) -> tuple[list[Values], list[dict[Key, float]]]:
+def _reference(subject: Subject) -> tuple[list[Values], list[dict[Key, float]]]:
     """Return what eager has after every step, and how far rounding alone moves it."""
     expected = list(_eager(subject))
     floors: list[dict[Key, float]] = [dict.fromkeys(step, 0.0) for step in expected]

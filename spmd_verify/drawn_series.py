@@ -92,13 +92,24 @@ class Series:
             tally.rejected[str(refusal)] += 1
             assume(False)
         except Differs as difference:
-            if self.is_known(difference):
+            if self.is_known(difference) or self._is_another(difference):
                 return
             if not self.failed:
                 self._shrinking_since = time.monotonic()
                 self.tally.models += 1
             self.failed[drawn, placing] = difference
             raise
+
+    def shortest(self) -> tuple[Drawn, Differs]:
+        """Return the shortest failing model met, and what it shows."""
+        return min(self.failed.items(), key=lambda item: len(item[0][0].to_source()))
+
+    def _is_another(self, difference: Differs) -> bool:
+        """Say whether a model met while shrinking fails otherwise than the first one."""
+        if not self.failed:
+            return False
+        first, now = next(iter(self.failed.values())).finding, difference.finding
+        return (first.kind == "crash", first.place) != (now.kind == "crash", now.place)
 
     def _is_exhausted(self) -> bool:
         """Say whether shrinking has used up its runs or its seconds."""
