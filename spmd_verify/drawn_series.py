@@ -81,7 +81,7 @@ class Series:
                 raise self.failed[drawn, placing]
             assume(not self._is_exhausted())
             self._spent += 1
-            rules = rules_for_one(rules, next(iter(self.failed.values())).style)
+            rules = rules_for_one(rules, self.first.style)
         elif self.is_over():
             return
         # Shrinking judges what was drawn once already: it is not counted.
@@ -92,7 +92,7 @@ class Series:
             tally.rejected[str(refusal)] += 1
             assume(False)
         except Differs as difference:
-            if self.is_known(difference) or self._is_another(difference):
+            if self._is_another(difference) if self.failed else self.is_known(difference):
                 return
             if not self.failed:
                 self._shrinking_since = time.monotonic()
@@ -104,11 +104,14 @@ class Series:
         """Return the shortest failing model met, and what it shows."""
         return min(self.failed.items(), key=lambda item: len(item[0][0].to_source()))
 
+    @property
+    def first(self) -> Differs:
+        """What the first failing model showed."""
+        return next(iter(self.failed.values()))
+
     def _is_another(self, difference: Differs) -> bool:
         """Say whether a model met while shrinking fails otherwise than the first one."""
-        if not self.failed:
-            return False
-        first, now = next(iter(self.failed.values())).finding, difference.finding
+        first, now = self.first.finding, difference.finding
         return (first.kind == "crash", first.place) != (now.kind == "crash", now.place)
 
     def _is_exhausted(self) -> bool:

@@ -173,6 +173,8 @@ class Loss:
         return [t.format(b=w.batch, t=w.tokens, c=w.width) for t in LOSSES[self.kind]]
 
 
+# None that keeps numbers in the default dtype (NAdam's product of momenta): an island of float32
+# in float64, where rounding decides every value.
 OPTIMIZERS: Final = {
     "sgd": "torch.optim.SGD({p}, lr=0.1)",
     "momentum": "torch.optim.SGD({p}, lr=0.1, momentum=0.9, nesterov=True)",
@@ -182,8 +184,7 @@ OPTIMIZERS: Final = {
     "amsgrad": "torch.optim.Adam({p}, lr=0.01, amsgrad=True, weight_decay=0.1)",
     "rmsprop": "torch.optim.RMSprop({p}, lr=0.01, momentum=0.5, centered=True)",
     "adagrad": "torch.optim.Adagrad({p}, lr=0.05)",
-    "tensor-rate": "torch.optim.SGD({p}, lr=torch.tensor(0.1), momentum=0.5)",
-    "nadam": "torch.optim.NAdam({p}, lr=0.01)",
+    "tensor-rate": "torch.optim.SGD({p}, lr=torch.tensor(0.1).double(), momentum=0.5)",
     "adamax": "torch.optim.Adamax({p}, lr=0.01)",
     "adadelta": "torch.optim.Adadelta({p}, lr=1.0)",
     "adafactor": "torch.optim.Adafactor({p}, lr=0.05)",

@@ -6,6 +6,7 @@ The candidate is the engine, so this and what it is made of drive it; imports hy
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import tempfile
 import time
 from collections import Counter
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from spmd_verify.drawn_check import Differs, Rules, Tally
     from spmd_verify.drawn_series import Series
 
+# Series of one seed: more than any run judges.
+SEEDS: Final = 1_000_000
 # Models of one series. Each begins with the simplest one, which is judged again every time.
 ROUND: Final = 100
 HEARTBEAT_SECONDS: Final = 30.0
@@ -61,44 +64,58 @@ class Fuzz:
                 "pip install 'spmd-verify[fuzz]'",
                 slug="hypothesis-missing",
             )
-        import torch
         from hypothesis.configuration import set_hypothesis_home_dir
-        from hypothesis.errors import Unsatisfiable
 
-        from spmd_verify.drawn_check import Differs, Rules, Tally
-        from spmd_verify.drawn_series import Series
+        from spmd_verify.drawn_check import Rules, Tally
 
-        torch.set_num_threads(1)  # the tensors are tiny
-        rules, tally = Rules(dtype=self.options.dtype, allows_refusals=True), Tally()
-        number, code = self.options.seed * 1_000_000, PASSED
+        tally, is_interrupted = Tally(), False
         with tempfile.TemporaryDirectory() as home:
             set_hypothesis_home_dir(home)  # it would write to the current folder
             try:
-                while not self._is_over(tally):
-                    series = Series(
-                        number, ROUND, rules, self.options.max_ranks, tally,
-                        shrinking_seconds=SHRINKING_SECONDS,
-                        is_over=lambda: self._is_over(tally), is_known=self._is_known,
-                    )  # fmt: skip
-                    try:
-                        series.run()
-                    except Differs:
-                        self._write(series, rules)
-                    except Unsatisfiable:
-                        self.note(f"fuzz: all draws of series {number} were rejected")
-                    except KeyboardInterrupt:
-                        if series.failed:
-                            self._write(series, rules)
-                        raise
-                    number += 1
+                self._draw(tally, Rules(dtype=self.options.dtype, allows_refusals=True))
             except KeyboardInterrupt:
-                code = INTERRUPTED
+                is_interrupted = True
             finally:
                 set_hypothesis_home_dir(None)
         self._summarise(tally)
-        if code == PASSED and not self.files:
-            return PASSED if tally.models else NOTHING_JUDGED
-        return code or FAILED
+        if is_interrupted:
+            return INTERRUPTED
+        if self.files:
+            return FAILED
+        return PASSED if tally.models else NOTHING_JUDGED
+
+    def _draw(self, tally: Tally, rules: Rules) -> None:
+        """Judge series after series; write what each of them finds."""
+        import torch
+        from hypothesis.errors import Flaky, Unsatisfiable
+
+        from spmd_verify.drawn_check import Differs
+        from spmd_verify.drawn_series import Series
+
+        torch.set_num_threads(1)  # the tensors are tiny
+        for number in itertools.count(self.options.seed * SEEDS):
+            if self._is_over(tally):
+                return
+            series = Series(
+                number,
+                ROUND,
+                rules,
+                self.options.max_ranks,
+                tally,
+                shrinking_seconds=SHRINKING_SECONDS,
+                is_over=lambda: self._is_over(tally),
+                is_known=self._is_known,
+            )
+            try:
+                series.run()
+            except (Differs, Flaky):
+                self._write(series, rules)
+            except Unsatisfiable:
+                self.note(f"fuzz: all draws of series {number} were rejected")
+            except KeyboardInterrupt:
+                if series.failed:
+                    self._write(series, rules)
+                raise
 
     def _is_over(self, tally: Tally) -> bool:
         """Say whether the seconds are over; tell now and then how far it is."""
@@ -127,7 +144,8 @@ class Fuzz:
         path, command = write_failing(
             options.output, options.seed, drawn, finding, rules, options.max_ranks
         )
-        self.known[finding.likeness] += 0
+        for known in (series.first.finding, finding):
+            self.known[known.likeness] += 0
         self.files.append(path)
         self.result(f"{path}: {finding.style} on {finding.placing.text}: {finding.what}")
         self.result(f"    {command}")
