@@ -93,6 +93,7 @@ class Fuzz:
         from spmd_verify.drawn_series import Series
 
         torch.set_num_threads(1)  # the tensors are tiny
+        self._started = self._heard = time.monotonic()  # imports are not counted
         for number in itertools.count(self.options.seed * SEEDS):
             if self._is_over(tally):
                 return
