@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from spmd_verify.errors import UsageError
+from spmd_verify.options import FuzzOptions
 from spmd_verify.version import __version__
 
-VERBS: Final = ("run", "compare", "styles", "schema")
+VERBS: Final = ("run", "compare", "fuzz", "styles", "schema")
 # Verbs of the design that this version does not have; typed alone they are no file names.
 PLANNED_VERBS: Final = (
     "certify",
-    "fuzz",
     "report",
     "baseline",
     "repro",
@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     run = verbs.add_parser("run", help="the check")
     _add_run_flags(run)
     _add_compare_flags(verbs.add_parser("compare", help="two dumps, or two records"))
+    _add_fuzz_flags(verbs.add_parser("fuzz", help="drawn models against the engine"))
     verbs.add_parser("styles", help="list the parallel styles")
     verbs.add_parser("schema", help="print the JSON Schema of a record")
     return parser
@@ -117,6 +118,23 @@ def _add_common_flags(parser: argparse.ArgumentParser, shown: argparse._Argument
     add("--strict", action="store_true", default=None, help="undetermined and unexercised rows "
         "fail too")  # fmt: skip
     add("--exit-zero", action="store_true", help="exit 0 instead of 1")
+
+
+def _add_fuzz_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of `fuzz`."""
+    parser.description = (
+        "Draw models and training steps, judge each under the engine's styles in this process, "
+        "and write the shortest form of every one that fails."
+    )
+    given = FuzzOptions()
+    add = parser.add_argument
+    add("--seconds", type=float, default=given.seconds, metavar="N", help="how long to draw "
+        "(default: 60)")  # fmt: skip
+    add("--seed", type=int, default=given.seed, help="of the draws (default: 0)")
+    add("--max-ranks", type=int, default=given.max_ranks, help="largest mesh (default: 8)")
+    add("--output", default=given.output, metavar="DIR", help="where failing models go (default: "
+        "the current folder)")  # fmt: skip
+    add("--dtype", default=given.dtype, help="float64 or float32 (default: float64)")
 
 
 def report_argument(text: str) -> tuple[str, str]:
