@@ -6,6 +6,7 @@ model, none sees another rank's tensors, and nothing here talks to one. `merge` 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -230,15 +231,17 @@ def _part_of(
 def fitting_parts(
     shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Coordinate, local: Tensor
 ) -> list[Region]:
-    """Return what an undeclared tensor may be by its shape: whole, or a chunk of one dim."""
-    whole = (_WHOLE,) * len(mesh_shape)
-    layouts = [whole] + [
-        (*whole[:axis], _Chunk(dim), *whole[axis + 1 :])
-        for axis in range(len(mesh_shape))
-        for dim in range(len(shape))
-    ]
-    parts = dict.fromkeys(region(shape, layout, mesh_shape, coordinate) for layout in layouts)
+    """Return what an undeclared tensor may be by its shape: whole, or chunks over some axes."""
+    parts = dict.fromkeys(
+        region(shape, layout, mesh_shape, coordinate) for layout in layouts(shape, mesh_shape)
+    )
     return [part for part in parts if part.shape == tuple(local.shape)]
+
+
+def layouts(shape: Sequence[int], mesh_shape: Sequence[int]) -> Iterator[tuple[Any, ...]]:
+    """Give what an undeclared tensor may be: per axis whole or a chunk of a dim, whole first."""
+    choices = [_WHOLE, *(_Chunk(dim) for dim in range(len(shape)))]
+    return itertools.product(*(choices if size > 1 else [_WHOLE] for size in mesh_shape))
 
 
 class _Chunk:

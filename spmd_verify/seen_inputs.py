@@ -139,6 +139,13 @@ class SeenInputs:
 
         return map_leaves(self.case, batch, change)
 
+    def samples(self, coordinate: Coordinate) -> list[int]:
+        """Return which samples a rank's forwards saw; empty where that is unknown."""
+        for path, argument in self.arguments.items():
+            if argument.is_known and argument.dim == self.case.input_batch_dims.get(path):
+                return [index for index in argument.indices[coordinate] if index is not None]
+        return []
+
     def calls(self, coordinate: Coordinate) -> int:
         """Return how often a rank's forward was called; 0 where that is unknown."""
         known = [a for a in self.arguments.values() if a.is_known and coordinate in a.lengths]

@@ -30,6 +30,8 @@ LOSS: Final[Sequence[Hypothesis]] = (
     forward.random_stream,
     gradients.mean_of_means,
     gradients.cross_sample,
+    forward.shard_as_sequence,
+    gradients.mean_of_sample_means,
     forward.additive_loss,
     forward.whole_factor,
     forward.unreduced_output,
@@ -45,6 +47,7 @@ GRADIENTS: Final[Sequence[Hypothesis]] = (
     shards.missing_reduction,
     gradients.own_data,
     gradients.mean_of_means,
+    gradients.mean_of_sample_means,
     gradients.weighted_ranks,
     shards.doubled_rows,
     gradients.loss_term,
@@ -92,6 +95,8 @@ _UPSTREAM: Final = ("inputs", "module_outputs", "loss")
 
 def find(exhibit: Exhibit, row: Row) -> Cause | None:
     """Return the cause of the first divergence, None where no hypothesis holds."""
+    if not exhibit.is_known(row) and row.stage != "inputs":
+        return state.only_here(exhibit, row)
     for hypothesis in BY_STAGE.get(row.stage, ()):
         found = hypothesis(exhibit, row)
         if found is not None:

@@ -106,7 +106,8 @@ def optimizer_state(exhibit: Exhibit, row: Row) -> Cause | None:
     """`optimizer_state`: state is wrong while gradients and hyper-parameters agree."""
     rows = exhibit.mismatches("optimizer_state")
     names = names_of(rows)
-    text = f"{listed(names)}: wrong while every gradient agrees"
+    optimizers = ", ".join(exhibit.fact("optimizers") or ["the optimizer"])
+    text = f"{listed(names)} of {optimizers}: wrong while every gradient agrees"
     detail = _state_detail(exhibit, row)
     return cause(
         "optimizer_state",
@@ -114,6 +115,23 @@ def optimizer_state(exhibit: Exhibit, row: Row) -> Cause | None:
         ranks=row.ranks,
         tensors=[*names, *_owners(names)],
     )
+
+
+def only_here(exhibit: Exhibit, row: Row) -> Cause | None:
+    """`unused`: a gradient or state of a parameter that one device does not train."""
+    if exhibit.is_known(row) or row.name in exhibit.store.index.trainable:
+        return None
+    names = [
+        r.name
+        for r in exhibit.rows
+        if r.stage == row.stage and r.step == row.step and r.verdict == row.verdict
+        and not exhibit.is_known(r)
+    ]  # fmt: skip
+    text = (
+        f"{listed(names)}: frozen on one device, yet it gets a gradient here: requires_grad was "
+        f"lost when the parameter was replaced"
+    )
+    return cause("unused", text, tensors=names, ranks=row.ranks)
 
 
 def _owners(names: list[str]) -> list[str]:
