@@ -12,21 +12,24 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import msgspec
 import torch
 from torch import Tensor
 
 from spmd_verify.layouts import Region
-from spmd_verify.norms import as_real, deviation, is_rounding, row_sums
+from spmd_verify.norms import (
+    LARGEST_STACKED,
+    as_real,
+    can_be_stacked,
+    deviation,
+    is_rounding,
+    row_sums,
+    stacked,
+)
 from spmd_verify.store import Entry
 from spmd_verify.trajectory import same_bits
 from spmd_verify.ulp import ulp_distance
-
-# Larger parts are not copied to be stacked: for them the calls cost nothing beside the work.
-# Below torch's grain for threads (32768), so that sums have one order however many are stacked.
-LARGEST_STACKED: Final = 1 << 14
 
 
 class Statistics(msgspec.Struct, kw_only=True):
@@ -225,14 +228,10 @@ def _can_be_stacked(task: Task) -> bool:
     """Say whether the sums of a part have the order they have in a stack."""
     local, expected, exact = task.local, task.expected, task.exact
     return (
-        local.is_floating_point()
-        and local.dtype == expected.dtype
+        local.dtype == expected.dtype
         and exact.dtype == torch.float64
-        and local.numel() > 0
         and local.shape == expected.shape == exact.shape
-        and local.is_contiguous()
-        and expected.is_contiguous()
-        and exact.is_contiguous()
+        and can_be_stacked(local, expected, exact)
     )
 
 
@@ -240,7 +239,7 @@ def _measure_stacked(tasks: Sequence[Task]) -> None:
     """Measure contiguous floating parts of one shape and dtype."""
     count, shape = len(tasks), tasks[0].local.shape
     local, expected, exact = (
-        _stacked([value.detach() for value in values])
+        stacked([value.detach() for value in values])
         for values in zip(*((t.local, t.expected, t.exact) for t in tasks), strict=True)
     )
     difference = local.to(torch.float64) - exact
@@ -275,12 +274,6 @@ def _measure_stacked(tasks: Sequence[Task]) -> None:
             index = _unraveled(worst_at[i], shape)
             found.actual, found.expected, found.max_ulp = actual[i], wanted[i], ulps[i]
             found.worst_index = list(task.part.global_index(index))
-
-
-def _stacked(values: Sequence[Tensor]) -> Tensor:
-    """Return equal-shaped contiguous tensors as [count, elements]; one is not copied."""
-    whole = values[0].unsqueeze(0) if len(values) == 1 else torch.stack(list(values))
-    return whole.reshape(len(values), -1)
 
 
 def _unraveled(flat: int, shape: Sequence[int]) -> list[int]:
