@@ -45,6 +45,7 @@ from spmd_verify.runner.specs import (
     decode,
     encode,
 )
+from spmd_verify.stopwatch import Stopwatch
 from spmd_verify.style_ids import select
 from spmd_verify.styles import axes_of
 from spmd_verify.verdict import LIMITS
@@ -266,8 +267,11 @@ class _Run:
         try:
             cell = decode(self.ask_solo(JUDGE_JOB, encode(request)), Cell)
             if cell.first_divergence is not None:
-                cell = Examiner(self).examined(spec, cell)
-                self._locate(spec, cell)
+                stopwatch = Stopwatch()
+                with stopwatch("examine"):
+                    cell = Examiner(self).examined(spec, cell)
+                    self._locate(spec, cell)
+                cell.unknown["seconds"] |= stopwatch.seconds
             return cell
         except RankError as error:
             self.logs.is_kept = True
