@@ -71,7 +71,7 @@ class Examination:
             names = list(dict.fromkeys([first.name, *affected(self.exhibit)]))
             found = self.last_resort(first) or cause(
                 "unexplained",
-                f"no known cause fits {words.listed(names)}",
+                f"no known cause fits {words.listed(names)} on {self.mesh_text()}",
                 best,
                 ranks=first.ranks,
                 tensors=names,
@@ -191,6 +191,10 @@ class Examination:
         size = self.exhibit.case.batch_size
         axes = self.exhibit.axes
         return any(size % n for axis, n in axes.items() if self.exhibit.is_data_axis(axis))
+
+    def mesh_text(self) -> str:
+        """Return the mesh, `dp=2,tp=2`."""
+        return ",".join(f"{axis}={size}" for axis, size in self.exhibit.axes.items())
 
     def part_sizes(self) -> list[str]:
         """Return how many samples each rank has."""

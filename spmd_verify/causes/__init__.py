@@ -24,6 +24,7 @@ FORWARD: Final[Sequence[Hypothesis]] = (
     patterns.layout,
     forward.whole_factor,
     forward.position,
+    forward.coupled_samples,
     patterns.precision,
 )
 LOSS: Final[Sequence[Hypothesis]] = (
@@ -52,6 +53,7 @@ GRADIENTS: Final[Sequence[Hypothesis]] = (
     shards.doubled_rows,
     gradients.loss_term,
     patterns.layout,
+    gradients.random_stream,
     gradients.cross_sample,
     patterns.precision,
     shards.position,

@@ -28,15 +28,9 @@ def batch_statistics(exhibit: Exhibit, row: Row) -> Cause | None:
     if not _is_own_part(exhibit, row):
         return _other_statistics(exhibit, row, kind)
     is_norm = kind is not None and "Norm" in kind
-    if not is_norm and exhibit.is_chance_open:
-        return None
     layer = f"{row.name} ({kind})" if kind else row.name
     if not is_norm and not _has_statistics(exhibit, row.name):
-        text = (
-            f"{layer} couples samples: on every rank it gives what that rank's part of the "
-            f"batch gives alone, not its rows of the whole batch's"
-        )
-        return cause("cross_sample", text, tensors=[row.name, *affected(exhibit)], ranks=row.ranks)
+        return None
     text = (
         f"{layer} normalises with each rank's own batch statistics: forward equals that of the "
         f"rank's part of the batch alone"
@@ -49,6 +43,21 @@ def batch_statistics(exhibit: Exhibit, row: Row) -> Cause | None:
         remedy="Use SyncBatchNorm (torch.nn.SyncBatchNorm.convert_sync_batchnorm), or a "
         "normalisation within the sample",
     )
+
+
+def coupled_samples(exhibit: Exhibit, row: Row) -> Cause | None:
+    """`cross_sample`: an output is what this rank's part of the batch gives alone."""
+    if exhibit.is_chance_open or not _is_own_part(exhibit, row):
+        return None
+    if not any(exhibit.is_data_axis(axis) for axis in exhibit.wide_axes):
+        return None
+    kind = _module_kind(exhibit, row.name)
+    layer = f"{row.name} ({kind})" if kind else row.name
+    text = (
+        f"{layer} couples samples: on every rank it gives what that rank's part of the batch over "
+        f"{', '.join(exhibit.wide_axes)} gives alone, not its rows of the whole batch's"
+    )
+    return cause("cross_sample", text, tensors=[row.name, *affected(exhibit)], ranks=row.ranks)
 
 
 def _other_statistics(exhibit: Exhibit, row: Row, kind: str | None) -> Cause | None:
@@ -366,12 +375,11 @@ def _some_rows_of_sum(exhibit: Exhibit, row: Row, tolerance: float) -> Cause | N
     held, whole = exhibit.locals(row), exhibit.reference(row)
     if whole.ndim < 2 or any(local.shape != whole.shape for local in held.values()):
         return None
-    kind = _module_kind(exhibit, row.name) or ""
     for axis in exhibit.wide_axes:
         for line in exhibit.lines(axis, held):
             for value in (torch.stack([held[at] for at in line]).sum(0), held[line[0]]):
                 off = (value - whole).flatten(0, -2).norm(dim=1) > tolerance
-                if "Embedding" not in kind or not bool(off.any()) or bool(off.all()):
+                if not bool(off.any()) or bool(off.all()):
                     continue
                 text = (
                     f"{row.name}: what the ranks of {axis} look up is right for some indices and "

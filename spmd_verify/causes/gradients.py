@@ -437,6 +437,18 @@ def cross_sample(exhibit: Exhibit, row: Row) -> Cause | None:
     )
 
 
+def random_stream(exhibit: Exhibit, row: Row) -> Cause | None:
+    """`random_stream`: forward is right, the gradient vanishes its difference without chance."""
+    if exhibit.experiments.get("no_random") is not True:
+        return None
+    names = names_of(exhibit.mismatches(row.stage))
+    text = (
+        f"{listed(names)}: the difference vanishes when nothing random is drawn: backward (a "
+        f"recomputation, or another rank) draws other random numbers than forward"
+    )
+    return cause("random_stream", text, tensors=names, ranks=row.ranks)
+
+
 def _is_split_by_data(exhibit: Exhibit) -> bool:
     """Say whether ranks have other samples, not other parts of the same ones."""
     axes = list(exhibit.axes)
