@@ -119,7 +119,7 @@ class SeenInputs:
             for path, argument in self.arguments.items()
             if argument.is_known and coordinate in argument.indices
         }
-        split = [a for a in known.values() if len(a.indices[coordinate]) != a.size]
+        split = [a for a in known.values() if len(a.of_call(coordinate, call)) != a.size]
         if not known or not split:
             return None
         first = split[0]

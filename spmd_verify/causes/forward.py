@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from spmd_verify.causes.patterns import MOST_SLICES
 from spmd_verify.causes.words import cause, listed, meaning, names_of, number, ranks_text, rows_text
@@ -361,13 +362,43 @@ def position(exhibit: Exhibit, row: Row) -> Cause | None:
         )
         tensors = [row.name, *affected(exhibit)]
         return cause("position", text, tensors=tensors, ranks=sorted(wrong))
-    summed = _some_rows_of_sum(exhibit, row, tolerance)
+    summed = _lookup_without_offset(exhibit, row, tolerance)
+    summed = summed or _some_rows_of_sum(exhibit, row, tolerance)
     if summed is not None:
         return summed
     found = _excess(exhibit, row)
     if found is None or found.ndim < 2:
         return None
     return _boundary(exhibit, row, found, tolerance)
+
+
+def _lookup_without_offset(exhibit: Exhibit, row: Row, tolerance: float) -> Cause | None:
+    """Say that every rank looks global indices up in its own rows as if they were local."""
+    module = _module(exhibit, row.name)
+    weight = getattr(module, "weight", None)
+    whole = exhibit.reference(row)
+    first = next(iter(exhibit.locals(row).values()), None)
+    if weight is None or weight.ndim != 2 or first is None or first.shape != whole.shape:
+        return None
+    table = weight.detach().to(torch.float64)
+    for ids in pytree.tree_leaves(exhibit.batch):
+        if not isinstance(ids, Tensor) or ids.shape != whole.shape[:-1] or ids.is_floating_point():
+            continue
+        for axis in exhibit.wide_axes:
+            parts = table.chunk(exhibit.axes[axis])
+            made = torch.zeros_like(whole)
+            for part in parts:
+                inside = ids < part.shape[0]
+                made += part[ids.clamp(max=part.shape[0] - 1)] * inside[..., None]
+            if float((first - made).norm()) <= tolerance:
+                text = (
+                    f"{row.name}: every rank of {axis} looks indices up in its own {len(parts[0])} "
+                    f"rows as if they were local: the offset of the vocabulary is missing on every "
+                    f"rank but rank 0"
+                )
+                tensors = [row.name, *affected(exhibit)]
+                return cause("position", text, tensors=tensors, ranks=row.ranks, axis=axis)
+    return None
 
 
 def _some_rows_of_sum(exhibit: Exhibit, row: Row, tolerance: float) -> Cause | None:

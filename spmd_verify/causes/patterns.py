@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import torch
@@ -13,6 +14,8 @@ from spmd_verify.record import Cause, Row
 
 # Slices compared pair by pair; more of them are not searched for an order.
 MOST_SLICES: Final = 1024
+# Elements to which flat buffers are padded: none, and powers of two as libraries use them.
+ALIGNMENTS: Final = (1, 2, 4, 8, 16, 32, 64, 128)
 # Significant bits of the lower precisions, hidden bit included (IEEE 754 binary16; bfloat16).
 LOWER: Final[dict[str, torch.dtype]] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -90,36 +93,61 @@ def _shuffled(found: Tensor, whole: Tensor, tolerance: float) -> str | None:
 
 
 def flat_offset(exhibit: Exhibit, row: Row) -> Cause | None:
-    """`layout`: the update is what other places of the flattened parameters get."""
+    """`layout`: a parameter got the values, or the update, of other places of a flat buffer."""
     rows = [r for r in exhibit.stage_rows("parameters") if exhibit.locals(r)]
-    updates, starts, at = [], {}, 0
-    for each in rows:
-        before = before_step(exhibit, each)
-        if before is None:
-            return None
-        starts[each.name] = at
-        updates.append((exhibit.reference(each) - before).reshape(-1))
-        at += updates[-1].numel()
     found, before = exhibit.assembled(row), before_step(exhibit, row)
-    if found is None or before is None or row.name not in starts or at > 1 << 22:
+    if found is None or before is None or sum(_size(r) for r in rows) > 1 << 22:
         return None
-    flat, own = torch.cat(updates), (found - before).reshape(-1)
     tolerance = 4.0 * exhibit.tolerance(row)
-    if own.numel() < 2 or float(own.norm()) <= 8.0 * tolerance:
+    for what, own, all_of in (
+        ("values", found, exhibit.reference),
+        ("update", found - before, lambda r: _update(exhibit, r)),
+    ):
+        values = {r.name: all_of(r) for r in rows}
+        if any(value is None for value in values.values()):
+            continue
+        for align in ALIGNMENTS:
+            shift = _shift(own.reshape(-1), row.name, values, align, tolerance)
+            if shift is not None:
+                text = (
+                    f"{row.name} got the {what} of other elements: offset by {shift} in the "
+                    f"flattened parameters (buffer offsets, padding to {align} or the order of a "
+                    f"gather are wrong)"
+                )
+                names = names_of(exhibit.mismatches("parameters"))
+                return cause("layout", text, tensors=names, ranks=row.ranks)
+    return None
+
+
+def _size(row: Row) -> int:
+    return math.prod(row.shape)
+
+
+def _update(exhibit: Exhibit, row: Row) -> Tensor | None:
+    """Return the reference's update of a parameter."""
+    before = before_step(exhibit, row)
+    return None if before is None else exhibit.reference(row) - before
+
+
+def _shift(
+    own: Tensor, name: str, values: dict[str, Tensor], align: int, tolerance: float
+) -> int | None:
+    """Return how far from its place in the packed values a vector is found, None if nowhere."""
+    pieces, start, at = [], 0, 0
+    for other, value in values.items():
+        start = at if other == name else start
+        padded = -(-value.numel() // align) * align
+        pieces.append(torch.nn.functional.pad(value.reshape(-1), (0, padded - value.numel())))
+        at += padded
+    flat = torch.cat(pieces)
+    if own.numel() < 4 or float(own.norm()) <= 8.0 * tolerance:
         return None
     probe = int(own.abs().argmax())
     for place in ((flat - own[probe]).abs() <= tolerance).nonzero().flatten().tolist():
-        start = place - probe
-        if start < 0 or start + own.numel() > at or start == starts[row.name]:
-            continue
-        if float((flat[start : start + own.numel()] - own).norm()) <= tolerance:
-            shift = start - starts[row.name]
-            text = (
-                f"{row.name} got the update of other elements: offset by {shift} in the flattened "
-                f"parameters (buffer offsets or gather order are wrong)"
-            )
-            names = names_of(exhibit.mismatches("parameters"))
-            return cause("layout", text, tensors=names, ranks=row.ranks)
+        first = place - probe
+        inside = first >= 0 and first + own.numel() <= at and first != start
+        if inside and float((flat[first : first + own.numel()] - own).norm()) <= tolerance:
+            return first - start
     return None
 
 
