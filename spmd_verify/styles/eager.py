@@ -6,6 +6,7 @@ step on its part of the batch under an `Observer`. Design: docs/design.md 3.5.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -40,8 +41,11 @@ class Recipe(Protocol):
             `semantic`, not `mismatch`.
     """
 
-    name: str
-    is_per_rank: bool
+    @property
+    def name(self) -> str: ...  # noqa: D102 - above
+
+    @property
+    def is_per_rank(self) -> bool: ...  # noqa: D102 - above
 
     def apply(self, case: LoadedCase, model: nn.Module, mesh: Any) -> tuple[nn.Module, Any]:
         """Return the parallel model, and its optimizer where the style builds its own."""
@@ -93,13 +97,21 @@ class EagerStyle:
         Raises:
             Unsupported: Under lockstep, which has no ranks; an ambiguous layout.
         """
+        self.check_runner(context)
+        return EagerRun(self.recipe, case, context)
+
+    def check_runner(self, context: StyleContext) -> None:
+        """Refuse lockstep.
+
+        Raises:
+            Unsupported: `needs-processes`.
+        """
         if context.is_lockstep:
             raise Unsupported(
                 f"{self.name} trains real modules with real collectives, which lock-step has "
                 f"not. Use --runner processes",
                 slug="needs-processes",
             )
-        return EagerRun(self.recipe, case, context)
 
 
 class EagerRun:
@@ -117,6 +129,7 @@ class EagerRun:
         self.names = Names(model)
         self.argument_names = positional_names(model)
         self.is_entered = True
+        self.extra_notes: list[str] = []
         whole = {
             name: tensors[0].detach().clone()
             for kind in (self.names.parameters(model), self.names.buffers(model))
@@ -131,7 +144,7 @@ class EagerRun:
     def step(self, index: int, batch: Any) -> Observation:
         """Run one training step; see `StyleRun.step`."""
         del index
-        part = self._part(batch)
+        part = part_of(self.recipe, self.case, self.context, batch)
         observer = Observer(
             self.model, self.optimizer, names=self.names, argument_names=self.argument_names
         )
@@ -172,7 +185,7 @@ class EagerRun:
 
     def evaluate(self, batch: Any) -> Mapping[str, Observed] | None:
         """Run one eval forward on this rank's part."""
-        part = self._part(batch)
+        part = part_of(self.recipe, self.case, self.context, batch)
         self.model.eval()
         try:
             with torch.no_grad(), self.case.factory_mode():
@@ -193,6 +206,7 @@ class EagerRun:
 
     def _notes(self) -> Iterator[str]:
         """Say what was inferred, and what of the optimizer is not the model's."""
+        yield from self.extra_notes
         inferred = {
             name: describe(layout)
             for name, (layout, is_inferred) in self.layouts.items()
@@ -263,30 +277,40 @@ class EagerRun:
         part = region(self.shapes[name], layout, tuple(self.axes.values()), self.coordinate)
         return layout if part.shape == tuple(local.shape) else None
 
-    # -- batch -------------------------------------------------------------------------------
 
-    def _part(self, batch: Any) -> Any:
-        """Return this rank's part of a global batch."""
-        sharding = self.case.sharding(tuple(self.axes), self.recipe.name)
-        leaves, spec = pytree.tree_flatten(batch)
-        parts = [
-            self._part_of(path, leaf, sharding.get(path, {})) if isinstance(leaf, Tensor) else leaf
-            for path, leaf in zip(self.case.leaf_paths, leaves, strict=True)
-        ]
-        return pytree.tree_unflatten(parts, spec)
+def part_of(recipe: Recipe, case: LoadedCase, context: StyleContext, batch: Any) -> Any:
+    """Return this rank's part of a global batch.
 
-    def _part_of(self, path: str, leaf: Tensor, dims: Mapping[str, int | None]) -> Tensor:
-        """Return this rank's part of one input: torch.chunk's rule on every sharded dim."""
-        layout = [
-            WHOLE if (dim := dims.get(axis)) is None else Chunk(dim % leaf.ndim)
-            for axis in self.axes
-        ]
-        for axis, placement in zip(self.axes, layout, strict=True):
-            if isinstance(placement, Chunk):
-                size = leaf.shape[placement.dim]
-                self.recipe.checked_part(path, size, axis, self.axes[axis])
-        part = take(leaf, layout, tuple(self.axes.values()), self.coordinate)
-        return part.contiguous().to(self.context.device)
+    Raises:
+        Unsupported: The recipe does not take parts of this size.
+    """
+    sharding = case.sharding(tuple(context.axes), recipe.name)
+    leaves, spec = pytree.tree_flatten(batch)
+    parts = [
+        _part_of_leaf(recipe, context, path, leaf, sharding.get(path, {}))
+        if isinstance(leaf, Tensor)
+        else leaf
+        for path, leaf in zip(case.leaf_paths, leaves, strict=True)
+    ]
+    return pytree.tree_unflatten(parts, spec)
+
+
+def _part_of_leaf(
+    recipe: Recipe, context: StyleContext, path: str, leaf: Tensor, dims: Mapping[str, int | None]
+) -> Tensor:
+    """Return this rank's part of one input: torch.chunk's rule on every sharded dim."""
+    layout: list[Any] = []
+    split: dict[int, list[str]] = {}
+    for axis in context.axes:
+        dim = dims.get(axis)
+        layout.append(WHOLE if dim is None else Chunk(dim % leaf.ndim))
+        if dim is not None:
+            split.setdefault(dim % leaf.ndim, []).append(axis)
+    for dim, axes in split.items():
+        ranks = math.prod(context.axes[axis] for axis in axes)
+        recipe.checked_part(path, leaf.shape[dim], " x ".join(axes), ranks)
+    part = take(leaf, layout, tuple(context.axes.values()), context.coordinates[0])
+    return part.contiguous().to(context.device)
 
 
 def refuse_uneven(style: str, path: str, size: int, axis: str, ranks: int) -> None:
