@@ -7,6 +7,7 @@ model, none sees another rank's tensors, and nothing here talks to one. `merge` 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -355,13 +356,9 @@ def _part_of(
 
 
 def _guessed(entry: Entry, mesh_shape: Sequence[int], coordinate: Coordinate) -> list[Region]:
-    """Return the distinct parts that an undeclared tensor may be: whole, or a chunk of a dim."""
-    whole = (_WHOLE,) * len(mesh_shape)
-    layouts = [whole] + [
-        (*whole[:axis], _Chunk(dim), *whole[axis + 1 :])
-        for axis in range(len(mesh_shape))
-        for dim in range(len(entry.shape))
-    ]
+    """Return the distinct parts that an undeclared tensor may be: every axis whole or a chunk."""
+    choices = [_WHOLE, *(_Chunk(dim) for dim in range(len(entry.shape)))]
+    layouts = itertools.product(choices, repeat=len(mesh_shape))
     return list(
         dict.fromkeys(region(entry.shape, layout, mesh_shape, coordinate) for layout in layouts)
     )

@@ -22,6 +22,8 @@ from spmd_verify.verdict import ANCHORED_STAGES, STAGES, Verdict, cell_verdict, 
 
 # Stages a style may leave out: nothing is concluded from their absence.
 _OPTIONAL = frozenset({"inputs", "module_outputs", "clipping"})
+# Where a number may be one of the rank's own part: the loss, also as what a module returns.
+_PER_RANK = frozenset({"module_outputs", "loss", "eval_outputs"})
 _SIGNAL_STAGES = ("gradients", "parameters")
 
 
@@ -186,7 +188,7 @@ class _Judging:
         if not entries:
             return self.absent(entry, run)
         merged = merge(entry.shape, entries)
-        if stage == "loss" and merged.values and not merged.is_exact:
+        if stage in _PER_RANK and merged.values and not merged.is_exact:
             self.reduce_losses(entry, run, merged)
         floor = entry.floors.get(run, FloorInfo(noise=0.0, scale=0.0))
         row = self.measured(entry, run, merged, floor)
@@ -310,7 +312,8 @@ class _Judging:
             if own > allowed >= error:
                 merged.squares = torch.tensor([error**2], dtype=torch.float64)
                 merged.layout = f"{how} over ranks"
-                self.notes.append(f"the loss is right as the {how} over ranks")
+                if entry.stage == "loss":
+                    self.notes.append(f"the loss is right as the {how} over ranks")
                 return
 
     def exercised(self, rows: Sequence[Row]) -> Exercised:
