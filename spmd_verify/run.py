@@ -17,6 +17,7 @@ from typing import Final, Protocol
 from spmd_verify import record as records
 from spmd_verify.address import expand
 from spmd_verify.errors import RankError, SpmdVerifyError
+from spmd_verify.examiner import Examiner
 from spmd_verify.exit_codes import fails
 from spmd_verify.options import MeshSpec, Options, check_rank_limit
 from spmd_verify.record import CaseInfo, Cell, Record
@@ -158,7 +159,7 @@ class _Run:
         styles: list[str] = []
         try:
             self.progress.started(f"{address}: reference on one device")
-            report = decode(self._ask_solo(LOAD_JOB, encode(case)), CaseReport)
+            report = decode(self.ask_solo(LOAD_JOB, encode(case)), CaseReport)
             self._describe(address, report, is_only=is_only)
             styles = list(self._selected(address, report))
             if not styles:
@@ -206,13 +207,13 @@ class _Run:
     def _make_reference(self, case: CaseSpec, store_path: str) -> None:
         """Run the case on one device and store what it computes."""
         spec = ReferenceSpec(case, store_path)
-        report = decode(self._ask_solo(REFERENCE_JOB, encode(spec)), ReferenceReport)
+        report = decode(self.ask_solo(REFERENCE_JOB, encode(spec)), ReferenceReport)
         for note in report.notes:
             self.progress.note(f"{case.address}: {note}")
         notes = self.record.unknown.setdefault("notes", {})
         notes[case.address] = report.notes
 
-    def _ask_solo(self, function: str, payload: bytes) -> bytes:
+    def ask_solo(self, function: str, payload: bytes) -> bytes:
         """Run a job in the reference worker.
 
         Raises:
@@ -235,7 +236,7 @@ class _Run:
         self.progress.started(f"{case.address}/{style} on {spec.mesh}")
         answer = self.runner.run_cell(spec, self._heartbeat(style))
         if isinstance(answer, CellEvidence):
-            self._add(self._judged(spec, answer))
+            self._add(self.judged(spec, answer))
         else:
             self._add(self._failed(spec, answer))
 
@@ -251,12 +252,14 @@ class _Run:
             timeout_seconds=self.options.timeout_seconds,
         )
 
-    def _judged(self, spec: CellSpec, evidence: CellEvidence) -> Cell:
+    def judged(self, spec: CellSpec, evidence: CellEvidence) -> Cell:
         """Let the reference worker judge what the ranks found."""
         request = JudgeRequest(spec, evidence.parts, evidence.seconds)
         try:
-            cell = decode(self._ask_solo(JUDGE_JOB, encode(request)), Cell)
-            self._locate(spec, cell)
+            cell = decode(self.ask_solo(JUDGE_JOB, encode(request)), Cell)
+            if cell.first_divergence is not None:
+                cell = Examiner(self).examined(spec, cell)
+                self._locate(spec, cell)
             return cell
         except RankError as error:
             self.logs.is_kept = True

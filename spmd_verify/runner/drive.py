@@ -17,6 +17,7 @@ from spmd_verify.case import LoadedCase
 from spmd_verify.compare import Statistics, compare, hyper_parameter_differences
 from spmd_verify.errors import SpmdVerifyError
 from spmd_verify.layouts import region
+from spmd_verify.runner.dumping import DumpTaker
 from spmd_verify.store import Store
 from spmd_verify.styles.base import Observation, Observed, Style, StyleContext, StyleRun
 from spmd_verify.trajectory import hyper_parameters, restore_hyper_parameters
@@ -39,6 +40,8 @@ class Drive:
         context: StyleContext,
         store: Store,
         note: Callable[[str], None],
+        dump: DumpTaker | None = None,
+        steps: int | None = None,
     ) -> None:
         """Remember what to run.
 
@@ -48,12 +51,16 @@ class Drive:
             context: Where this process stands on the mesh.
             store: The reference.
             note: Says what is being done.
+            dump: Takes copies of everything seen.
+            steps: Fewer steps than the case's.
         """
         self.style = style
         self.case = case
         self.context = context
         self.store = store
         self.note = note
+        self.dump = dump
+        self.steps = case.steps if steps is None else steps
         self.mesh_shape = tuple(context.axes.values())
         self.statistics: list[Statistics] = []
         self.notes: list[str] = []
@@ -70,13 +77,14 @@ class Drive:
         self.note("building the free run")
         free = self.style.build(self.case, self.context)
         self._compare("free", 0, {"initial_state": _initial_state(free)})
-        for index in range(self.case.steps):
+        for index in range(self.steps):
             self._compare("free", index, self._step(free, index, "free"))
             self._compare("free", index, free.state())
         facts = dict(free.facts())
-        if self.case.steps > 1:
+        if self.steps > 1:
             self._run_anchored()
-        self._evaluate(free)
+        if self.steps == self.case.steps:
+            self._evaluate(free)
         return facts
 
     def _run_anchored(self) -> None:
@@ -84,7 +92,7 @@ class Drive:
         self.note("building the anchored run")
         anchored = self.style.build(self.case, self.context)
         self._step(anchored, 0, "anchored")
-        for index in range(1, self.case.steps):
+        for index in range(1, self.steps):
             anchor(anchored, self.store, index, self.mesh_shape)
             self._compare("anchored", index, self._step(anchored, index, "anchored"))
             self._compare_carried(anchored, index)
@@ -115,6 +123,8 @@ class Drive:
 
     def _compare(self, run: str, step: int, observation: Observation) -> None:
         """Compare what this process holds with its slice of the reference."""
+        if self.dump is not None:
+            self.dump.take(run, step, observation)
         self.statistics += compare(
             self.store, observation, run=run, step=step, mesh_shape=self.mesh_shape
         )

@@ -19,6 +19,7 @@ from spmd_verify.compare import Statistics
 from spmd_verify.judge import Judgement, judge
 from spmd_verify.record import Cell
 from spmd_verify.runner.drive import Drive
+from spmd_verify.runner.dumping import DumpTaker
 from spmd_verify.runner.failures import is_user_file
 from spmd_verify.runner.specs import (
     CaseReport,
@@ -48,7 +49,7 @@ def describe_case(context: Context, payload: bytes) -> bytes:
     Raises:
         CaseError: The case cannot be loaded.
     """
-    case = _loaded(context, decode(payload, CaseSpec))
+    case = loaded(context, decode(payload, CaseSpec))
     case.batch(0)
     environment = {
         "python": platform.python_version(),
@@ -79,7 +80,7 @@ def write_reference(context: Context, payload: bytes) -> bytes:
         ReferenceRunError: The single-device run cannot be used.
     """
     spec = decode(payload, ReferenceSpec)
-    case = _loaded(context, spec.case)
+    case = loaded(context, spec.case)
     context.note("reference runs on one device")
     with case.on_one_device():
         device, reference = make_reference(case)
@@ -115,10 +116,16 @@ def run_cell(context: Context, payload: bytes) -> bytes:
         Unsupported: The style does not take the case.
     """
     spec = decode(payload, CellSpec)
-    case = _loaded(context, spec.case)
+    case = loaded(context, spec.case)
     mesh = _style_context(context, spec)
-    run = Drive(styles.find(spec.style, case), case, mesh, Store(spec.store_path), context.note)
+    store = Store(spec.store_path)
+    dump = DumpTaker(store, tuple(spec.axes.values())) if spec.dump_path else None
+    steps = None if spec.last_step < 0 else spec.last_step + 1
+    style = styles.find(spec.style, case)
+    run = Drive(style, case, mesh, store, context.note, dump=dump, steps=steps)
     facts = run.run()
+    if dump is not None:
+        dump.write(spec.dump_path, mesh)
     return encode(
         CellReport(
             statistics=encode(run.statistics),
@@ -126,6 +133,7 @@ def run_cell(context: Context, payload: bytes) -> bytes:
             collectives=dict(facts.get("collectives", {})),
             captures=int(facts.get("captures", 0)),
             notes=[*run.notes, *facts.get("notes", ())],
+            facts=dict(facts.get("facts", {})),
         )
     )
 
@@ -150,7 +158,7 @@ def locate_operator(context: Context, payload: bytes) -> bytes:
     in float64, where an operator's rounding hides nothing, then in the case's dtype.
     """
     request = decode(payload, LocateRequest)
-    style = styles.find(request.cell.style, _loaded(context, request.cell.case))
+    style = styles.find(request.cell.style, loaded(context, request.cell.case))
     if "lockstep" not in style.runners:
         return encode(LocateReport())
     for dtype in dict.fromkeys(("float64", request.cell.case.dtype)):
@@ -168,7 +176,7 @@ def _located(
     context: Context, style: Style, spec: CellSpec, step: int
 ) -> tuple[str, str | None] | None:
     """Run the free build up to a step and ask what that step would compute differently."""
-    case = _loaded(context, spec.case)
+    case = loaded(context, spec.case)
     run = style.build(case, _style_context(context, spec))
     for index in range(step):
         case.seed_step(index)
@@ -223,11 +231,18 @@ def _cell(request: JudgeRequest, reports: list[CellReport], judgement: Judgement
             "captures": reports[0].captures,
             "growth": judgement.growth,
             "undetermined_elements": judgement.undetermined_elements,
+            "facts": _merged_facts(reports),
         },
     )
 
 
-def _loaded(context: Context, spec: CaseSpec) -> LoadedCase:
+def _merged_facts(reports: list[CellReport]) -> dict[str, Any]:
+    """Return the facts of all processes by name, one value per process."""
+    names = dict.fromkeys(name for report in reports for name in report.facts)
+    return {name: [report.facts.get(name) for report in reports] for name in names}
+
+
+def loaded(context: Context, spec: CaseSpec) -> LoadedCase:
     """Return the case of a spec; the last one is kept, with what styles share for it."""
     known = context.cache.get("case")
     if known is not None and known[0] == spec:

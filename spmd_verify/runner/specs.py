@@ -19,6 +19,7 @@ LOAD_JOB = "spmd_verify.runner.jobs:describe_case"
 REFERENCE_JOB = "spmd_verify.runner.jobs:write_reference"
 CELL_JOB = "spmd_verify.runner.jobs:run_cell"
 JUDGE_JOB = "spmd_verify.runner.jobs:judge_cell"
+EXAMINE_JOB = "spmd_verify.examine:examine_cell"
 LOCATE_JOB = "spmd_verify.runner.jobs:locate_operator"
 
 
@@ -88,6 +89,8 @@ class CellSpec(msgspec.Struct, frozen=True):
         store_path: Where the reference is.
         is_lockstep: Whether one process holds all ranks.
         timeout_seconds: Time limit of the cell.
+        dump_path: Folder to dump what ranks hold into; empty for none.
+        last_step: The last step to run, -1 for the case's.
     """
 
     case: CaseSpec
@@ -97,6 +100,8 @@ class CellSpec(msgspec.Struct, frozen=True):
     store_path: str
     is_lockstep: bool
     timeout_seconds: float
+    dump_path: str = ""
+    last_step: int = -1
 
     @property
     def num_ranks(self) -> int:
@@ -125,6 +130,7 @@ class CellReport(msgspec.Struct, frozen=True):
         collectives: Collectives of one step by kind.
         captures: How often the step was captured.
         notes: What the report says besides, such as why an eval forward failed.
+        facts: What examinations ask of the style, such as its wrappers; plain values.
     """
 
     statistics: bytes
@@ -132,6 +138,7 @@ class CellReport(msgspec.Struct, frozen=True):
     collectives: dict[str, int]
     captures: int
     notes: list[str]
+    facts: dict[str, Any] = {}
 
 
 class JudgeRequest(msgspec.Struct, frozen=True):
@@ -140,6 +147,33 @@ class JudgeRequest(msgspec.Struct, frozen=True):
     cell: CellSpec
     parts: list[bytes]
     seconds: float
+
+
+class ExamineRequest(msgspec.Struct, frozen=True):
+    """Say why a cell fails, from a dump of it; answered by an `ExamineReport`.
+
+    Attributes:
+        cell: The cell as it was run for the dump.
+        judged: The encoded `record.Cell` of its judgement.
+        experiments: What other runs told, by name: whether the cell passes in them.
+    """
+
+    cell: CellSpec
+    judged: bytes
+    facts: dict[str, Any]
+    experiments: dict[str, bool | None]
+
+
+class ExamineReport(msgspec.Struct, frozen=True):
+    """What an examination found.
+
+    Attributes:
+        judged: The encoded `record.Cell` with explained rows, first divergence and cause.
+        wanted: Name of the experiment that would tell more; empty for none.
+    """
+
+    judged: bytes
+    wanted: str = ""
 
 
 class LocateRequest(msgspec.Struct, frozen=True):

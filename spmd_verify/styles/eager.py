@@ -6,7 +6,6 @@ step on its part of the batch under an `Observer`. Design: docs/design.md 3.5.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,14 +17,15 @@ from torch.utils import _pytree as pytree
 
 from spmd_verify.case import LoadedCase
 from spmd_verify.errors import Unsupported
-from spmd_verify.layouts import describe, region, take
+from spmd_verify.layouts import describe, region
 from spmd_verify.naming import Names
 from spmd_verify.observe import Observer, positional_names
+from spmd_verify.parts import WHOLE, rank_part
 from spmd_verify.seeding import seed_all
 from spmd_verify.single import labels
 from spmd_verify.styles.base import Observation, Observed, StyleContext
-from spmd_verify.styles.inference import WHOLE, Ambiguous, Chunk, infer
-from spmd_verify.styles.local_parts import is_distributed, local_part
+from spmd_verify.styles.inference import Ambiguous, infer
+from spmd_verify.styles.local_parts import is_distributed, is_wrapper, local_part
 from spmd_verify.trajectory import flatten, optimizers_of
 
 # A second tensor of one name on this rank, see `observe.Observer`.
@@ -144,7 +144,7 @@ class EagerRun:
     def step(self, index: int, batch: Any) -> Observation:
         """Run one training step; see `StyleRun.step`."""
         del index
-        part = part_of(self.recipe, self.case, self.context, batch)
+        part = self._part(batch)
         observer = Observer(
             self.model, self.optimizer, names=self.names, argument_names=self.argument_names
         )
@@ -185,7 +185,7 @@ class EagerRun:
 
     def evaluate(self, batch: Any) -> Mapping[str, Observed] | None:
         """Run one eval forward on this rank's part."""
-        part = part_of(self.recipe, self.case, self.context, batch)
+        part = self._part(batch)
         self.model.eval()
         try:
             with torch.no_grad(), self.case.factory_mode():
@@ -202,7 +202,17 @@ class EagerRun:
 
     def facts(self) -> Mapping[str, Any]:
         """Return what the report says of this run."""
-        return {"notes": list(self._notes())}
+        wrappers = [type(module).__name__ for module in self.model.modules() if is_wrapper(module)]
+        return {
+            "notes": list(self._notes()),
+            "facts": {
+                "wrappers": wrappers,
+                "is_entered": self.is_entered,
+                "foreign": self.names.foreign(self.model, self.optimizer),
+                "optimizers": [type(single).__name__ for single in self.optimizers()],
+                "layouts": {name: describe(layout) for name, (layout, _) in self.layouts.items()},
+            },
+        }
 
     def _notes(self) -> Iterator[str]:
         """Say what was inferred, and what of the optimizer is not the model's."""
@@ -277,40 +287,20 @@ class EagerRun:
         part = region(self.shapes[name], layout, tuple(self.axes.values()), self.coordinate)
         return layout if part.shape == tuple(local.shape) else None
 
+    def _part(self, batch: Any) -> Any:
+        """Return this rank's part of a global batch, where the model is."""
+        return part_of(self.recipe, self.case, self.context, batch)
+
 
 def part_of(recipe: Recipe, case: LoadedCase, context: StyleContext, batch: Any) -> Any:
-    """Return this rank's part of a global batch.
+    """Return this rank's part of a global batch, where the model is.
 
     Raises:
         Unsupported: The recipe does not take parts of this size.
     """
-    sharding = case.sharding(tuple(context.axes), recipe.name)
-    leaves, spec = pytree.tree_flatten(batch)
-    parts = [
-        _part_of_leaf(recipe, context, path, leaf, sharding.get(path, {}))
-        if isinstance(leaf, Tensor)
-        else leaf
-        for path, leaf in zip(case.leaf_paths, leaves, strict=True)
-    ]
-    return pytree.tree_unflatten(parts, spec)
-
-
-def _part_of_leaf(
-    recipe: Recipe, context: StyleContext, path: str, leaf: Tensor, dims: Mapping[str, int | None]
-) -> Tensor:
-    """Return this rank's part of one input: torch.chunk's rule on every sharded dim."""
-    layout: list[Any] = []
-    split: dict[int, list[str]] = {}
-    for axis in context.axes:
-        dim = dims.get(axis)
-        layout.append(WHOLE if dim is None else Chunk(dim % leaf.ndim))
-        if dim is not None:
-            split.setdefault(dim % leaf.ndim, []).append(axis)
-    for dim, axes in split.items():
-        ranks = math.prod(context.axes[axis] for axis in axes)
-        recipe.checked_part(path, leaf.shape[dim], " x ".join(axes), ranks)
-    part = take(leaf, layout, tuple(context.axes.values()), context.coordinates[0])
-    return part.contiguous().to(context.device)
+    at = context.coordinates[0]
+    part = rank_part(case, recipe.name, context.axes, at, batch, recipe.checked_part)
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(context.device), part)
 
 
 def refuse_uneven(style: str, path: str, size: int, axis: str, ranks: int) -> None:

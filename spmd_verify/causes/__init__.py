@@ -1,0 +1,92 @@
+"""Why a tensor differs: hypotheses tested on an exhibit, the most specific first.
+
+Each hypothesis is `(Exhibit, Row) -> Cause | None`: a cause where it leaves only noise of the
+first diverging tensor. Kinds: verdicts.md part 7. Nothing is guessed: where none holds, the
+cause is `unexplained` with the best residual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from spmd_verify.causes import forward, gradients, patterns, shards, state, updates
+from spmd_verify.exhibit import Exhibit
+from spmd_verify.record import Cause, Row
+
+Hypothesis = Callable[[Exhibit, Row], Cause | None]
+
+FORWARD: Final[Sequence[Hypothesis]] = (
+    forward.batch_statistics,
+    forward.random_stream,
+    forward.additive_bias,
+    forward.unreduced_output,
+    patterns.layout,
+    forward.whole_factor,
+    forward.position,
+    patterns.precision,
+)
+LOSS: Final[Sequence[Hypothesis]] = (
+    forward.random_stream,
+    gradients.mean_of_means,
+    gradients.cross_sample,
+    forward.additive_loss,
+    forward.whole_factor,
+    forward.unreduced_output,
+    patterns.precision,
+)
+GRADIENTS: Final[Sequence[Hypothesis]] = (
+    gradients.unused,
+    gradients.clipped_before_reduction,
+    gradients.clipped,
+    gradients.tied,
+    gradients.stale,
+    gradients.uniform_factor,
+    shards.missing_reduction,
+    gradients.own_data,
+    gradients.mean_of_means,
+    gradients.weighted_ranks,
+    shards.doubled_rows,
+    gradients.loss_term,
+    patterns.layout,
+    gradients.cross_sample,
+    patterns.precision,
+    shards.position,
+)
+CLIPPING: Final[Sequence[Hypothesis]] = (gradients.clipping,)
+STATE: Final[Sequence[Hypothesis]] = (
+    patterns.precision,
+    state.optimizer_state,
+)
+PARAMETERS: Final[Sequence[Hypothesis]] = (
+    updates.frozen_moved,
+    updates.stale,
+    updates.optimizer_on_shards,
+    updates.partly_stale,
+    patterns.layout,
+    updates.scaled_update,
+    updates.replicas_drift,
+    patterns.precision,
+    updates.update_wrong,
+)
+BY_STAGE: Final[dict[str, Sequence[Hypothesis]]] = {
+    "inputs": (state.inputs,),
+    "initial_state": (state.initial,),
+    "module_outputs": FORWARD,
+    "loss": LOSS,
+    "gradients": GRADIENTS,
+    "clipping": CLIPPING,
+    "optimizer_state": STATE,
+    "parameters": PARAMETERS,
+    "buffers": (state.buffer,),
+    "eval_outputs": FORWARD,
+}
+
+
+def find(exhibit: Exhibit, row: Row) -> Cause | None:
+    """Return the cause of the first divergence, None where no hypothesis holds."""
+    for hypothesis in BY_STAGE.get(row.stage, ()):
+        cause = hypothesis(exhibit, row)
+        if cause is not None:
+            return cause
+    return None

@@ -1,0 +1,165 @@
+"""Say why a cell fails: settle what differs first, then find the hypothesis that explains it.
+
+Works on a dump of one more run of the cell (docs/design.md 3.7).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from spmd_verify import causes
+from spmd_verify.causes.forward import explained
+from spmd_verify.causes.words import cause
+from spmd_verify.dump import read
+from spmd_verify.exhibit import Exhibit
+from spmd_verify.judge import mark_downstream, settle
+from spmd_verify.record import Cause, Cell, FirstDivergence, Row
+from spmd_verify.runner.jobs import loaded
+from spmd_verify.runner.specs import ExamineReport, ExamineRequest, decode, encode
+from spmd_verify.runner.worker import Context, job
+from spmd_verify.store import Store
+from spmd_verify.verdict import STAGES, Verdict
+
+# Experiments by name, in the order in which they are asked for; see `run._Run._experiment`.
+EXPERIMENTS: Final = ("no_random", "float64", "divisible")
+
+
+@job
+def examine_cell(context: Context, payload: bytes) -> bytes:
+    """Explain a failing cell: `ExamineRequest -> ExamineReport`."""
+    request = decode(payload, ExamineRequest)
+    cell = decode(request.judged, Cell)
+    case = loaded(context, request.cell.case)
+    first = _first(cell.tensors)
+    assert first is not None, "only cells with a mismatch are examined"
+    exhibit = Exhibit(
+        case=case,
+        store=Store(request.cell.store_path),
+        dump=read(request.cell.dump_path),
+        style=request.cell.style,
+        axes=request.cell.axes,
+        facts=request.facts,
+        rows=cell.tensors,
+        run=first.run,
+        step=first.step,
+        experiments=request.experiments,
+    )
+    return encode(Examination(exhibit, cell).report())
+
+
+class Examination:
+    """One cell while it is examined."""
+
+    def __init__(self, exhibit: Exhibit, cell: Cell) -> None:
+        """Take what is known."""
+        self.exhibit = exhibit
+        self.cell = cell
+
+    def report(self) -> ExamineReport:
+        """Return the cell with its cause, and which experiment would tell more."""
+        first = self.settled()
+        if first is None:
+            return ExamineReport(encode(self.cell))
+        found = self.reported_value(first) or causes.find(self.exhibit, first)
+        wanted = ""
+        if found is None:
+            wanted = self.wanted(first)
+            best = first.ratio if first.ratio is not None else 0.0
+            found = self.last_resort(first) or cause(
+                "unexplained", "no known cause fits", best, ranks=first.ranks, tensors=[first.name]
+            )
+        first.cause = self.cell.cause = found
+        self.cell.first_divergence = FirstDivergence(
+            step=first.step, stage=first.stage, tensor=first.name
+        )
+        mark_downstream(self.cell.tensors, first)
+        return ExamineReport(encode(self.cell), wanted)
+
+    def settled(self) -> Row | None:
+        """Explain module outputs and inputs, and return what differs first then."""
+        step = self.exhibit.step
+        for row in self.cell.tensors:
+            if row.step != step or row.verdict != Verdict.MISMATCH:
+                continue
+            if row.stage == "module_outputs":
+                why = explained(self.exhibit, row)
+                if why is not None:
+                    row.verdict, row.cause = str(Verdict.ROUNDING), None
+                    row.unknown["explained"] = why
+            elif row.stage == "inputs" and not self.is_wrong_input(row):
+                row.verdict, row.cause = str(Verdict.ROUNDING), None
+                row.unknown["explained"] = "ranks see the slices of the global input, each alike"
+        for row in self.cell.tensors:
+            undecided = row.stage == "inputs" and row.step == step
+            if undecided and row.verdict == Verdict.UNDETERMINED and self.is_wrong_input(row):
+                row.verdict = str(Verdict.MISMATCH)
+        settle(self.cell.tensors)
+        return _first(self.cell.tensors)
+
+    def is_wrong_input(self, row: Row) -> bool:
+        """Say whether slices of an input are missing, doubled or altered over the ranks."""
+        argument = self.exhibit.seen.arguments.get(row.name)
+        if argument is None:
+            return not row.shape and row.verdict == Verdict.MISMATCH
+        return not argument.is_known or bool(argument.missing() or argument.doubled())
+
+    def reported_value(self, first: Row) -> Cause | None:
+        """`reported_value`: only a loss or a norm differs; training is right."""
+        is_value = first.stage == "loss" or (
+            first.stage == "clipping" and first.name in ("total_norm", "clip_factor")
+        )
+        others = [
+            row
+            for row in self.cell.tensors
+            if row.verdict == Verdict.MISMATCH
+            and row.stage not in ("loss", "module_outputs")
+            and row.name not in ("total_norm", "clip_factor")
+        ]
+        if not is_value or others:
+            return None
+        worst = first.worst
+        shown = "" if worst is None else f": {worst.actual:.9g}, should be {worst.expected:.9g}"
+        text = (
+            f"{first.name} as reported differs{shown}, while every gradient and parameter agrees: "
+            f"a reporting fault, not a training fault"
+        )
+        return cause("reported_value", text, tensors=[first.name], ranks=first.ranks)
+
+    def wanted(self, first: Row) -> str:
+        """Return the next experiment that could tell the cause."""
+        for name in EXPERIMENTS:
+            if name in self.exhibit.experiments:
+                continue
+            if name == "float64" and self.exhibit.case.settings.dtype.itemsize >= 8:
+                continue
+            if name == "divisible" and not self.is_uneven():
+                continue
+            if first.stage == "initial_state":
+                continue
+            return name
+        return ""
+
+    def is_uneven(self) -> bool:
+        """Say whether the batch does not divide over the data axes."""
+        size = self.exhibit.case.batch_size
+        axes = self.exhibit.axes
+        return any(size % n for axis, n in axes.items() if self.exhibit.is_data_axis(axis))
+
+    def last_resort(self, first: Row) -> Cause | None:
+        """`uneven`: right where the batch divides."""
+        if self.exhibit.experiments.get("divisible"):
+            size = self.exhibit.case.batch_size
+            sizes = ", ".join(f"{a}={n}" for a, n in self.exhibit.axes.items())
+            text = (
+                f"{first.name}: right when the batch divides by the ranks, wrong with {size} "
+                f"samples over {sizes}"
+            )
+            return cause("uneven", text, tensors=[first.name], ranks=first.ranks)
+        return None
+
+
+def _first(rows: list[Row]) -> Row | None:
+    """Return the first mismatch in the order of (step, stage, position)."""
+    order = {stage: i for i, stage in enumerate(STAGES)}
+    wrong = [row for row in rows if row.verdict == Verdict.MISMATCH]
+    return min(wrong, key=lambda row: (row.step, order[row.stage]), default=None)
