@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from spmd_verify import causes
+from spmd_verify import causes, per_rank
 from spmd_verify.causes.forward import explained
 from spmd_verify.causes.words import cause
 from spmd_verify.dump import read
@@ -61,6 +61,7 @@ class Examination:
         if first is None:
             return ExamineReport(encode(self.cell))
         found = self.reported_value(first) or causes.find(self.exhibit, first)
+        found = per_rank.relabel(self.exhibit, self.cell, first, found)
         wanted = ""
         if found is None:
             wanted = self.wanted(first)

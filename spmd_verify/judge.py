@@ -415,7 +415,8 @@ def mark_downstream(rows: list[Row], first: Row | None) -> None:
     """Name the first divergence in every later mismatch, in place."""
     for row in rows:
         row.downstream_of = None
-        if first is not None and row is not first and row.verdict == Verdict.MISMATCH:
+        is_wrong = row.verdict in (Verdict.MISMATCH, Verdict.SEMANTIC)
+        if first is not None and row is not first and is_wrong:
             row.downstream_of = f"step {first.step}, {first.stage}, {first.name}"
 
 

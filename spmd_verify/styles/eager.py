@@ -208,6 +208,7 @@ class EagerRun:
             "facts": {
                 "wrappers": wrappers,
                 "is_entered": self.is_entered,
+                "is_per_rank": self.recipe.is_per_rank,
                 "foreign": self.names.foreign(self.model, self.optimizer),
                 "optimizers": [type(single).__name__ for single in self.optimizers()],
                 "layouts": {name: describe(layout) for name, (layout, _) in self.layouts.items()},
