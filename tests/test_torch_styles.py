@@ -101,6 +101,20 @@ def get_optimizer(model):
     + "\ndef get_inputs():\n    return torch.randn(8, 6)\n",
 }
 
+# What ranks mean otherwise than one device: kind and what its text names.
+SEMANTIC = {
+    "norm": (
+        BLOCKS.replace(
+            "self.out = nn.Linear(9, 3)",
+            "self.out = nn.Sequential(nn.BatchNorm1d(9), nn.Linear(9, 3))",
+        )
+        + TAIL,
+        "batch_statistics",
+        "BatchNorm1d",
+    ),
+    "summed": (BLOCKS + TAIL.replace(".mean()", ".sum()"), "factor", "0.5"),
+}
+
 # Every rank routes its own samples: an expert is entered on some ranks only.
 ROUTED = """
 class Model(nn.Module):
@@ -181,6 +195,7 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> Cells:
     """Return every cell of the files above under ddp and fsdp2 on two ranks."""
     folder = tmp_path_factory.mktemp("torch")
     files = {**CLEAN, **REFUSED, "routed": ROUTED, "broken": BROKEN}
+    files |= {name: text for name, (text, _, _) in SEMANTIC.items()}
     for name, text in files.items():
         (folder / f"{name}.py").write_text(HEAD + text)
     targets = tuple(str(folder / f"{name}.py") for name in files)
@@ -220,6 +235,23 @@ def test_fsdp2_shards(cells: Cells) -> None:
 def test_ddp_is_told_of_unused_parameters(cells: Cells) -> None:
     assert "no gradient on some rank for spare.weight, spare.bias" in cells["unused", "ddp"].message
     assert "find_unused" not in cells["clipped", "ddp"].message
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("style", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("name", SEMANTIC)
+def test_a_difference_in_meaning_is_semantic(cells: Cells, name: str, style: str) -> None:
+    cell, (_, kind, text) = cells[name, style], SEMANTIC[name]
+
+    assert cell.verdict == "semantic"
+    assert cell.cause is not None
+    assert cell.cause.kind == kind
+    assert text in cell.cause.text
+    assert cell.cause.remedy
+    assert cell.counts["semantic"] > 0
+    assert "mismatch" not in cell.counts
+    rows = [row for row in cell.tensors if row.verdict == "semantic"]
+    assert sum(row.downstream_of is None for row in rows) == 1
 
 
 @pytest.mark.dist
