@@ -48,7 +48,7 @@ def run(path: Path, dtype: str) -> dict[str, Any]:
 
     expected = expectations(path)
     options = Options(
-        targets=(str(path),), styles=("user",), dtype=dtype, timeout_seconds=120.0, verbosity=-1
+        targets=(str(path),), styles=("user",), dtype=dtype, timeout_seconds=300.0, verbosity=-1
     ).checked()
     progress, start = Progress(quiet=True), time.monotonic()
     try:
@@ -143,18 +143,30 @@ def render(results: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, tabulate(rows, header, tablefmt="github", disable_numparse=True), ""])
 
 
+def is_right(path: Path, dtype: str) -> bool:
+    """Say whether a file's last result holds."""
+    kept = FOLDER / f"{path.stem}-{dtype}.json"
+    if not kept.exists():
+        return False
+    result = json.loads(kept.read_text())
+    return not result.get("error") and not any(style["wrong"] for style in result["styles"])
+
+
 def main() -> int:
     """Run the files asked for, then render all results that are there."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="*", help="glob over file names")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--part", default="0/1", help="i/n: every n-th file, from i")
+    parser.add_argument("--failed", action="store_true", help="only what was wrong last time")
     parser.add_argument("--render", action="store_true", help="only render")
     options = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
     turn, parts = map(int, options.part.split("/"))
     files = sorted(CASES.glob("*.py"))
     chosen = [] if options.render else sorted(CASES.glob(f"{options.only}.py"))[turn::parts]
+    if options.failed:
+        chosen = [path for path in chosen if not is_right(path, options.dtype)]
     for path in chosen:
         result = run(path, options.dtype)
         (FOLDER / f"{path.stem}-{options.dtype}.json").write_text(json.dumps(result, indent=1))

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spmd_verify.exhibit import Exhibit
+from spmd_verify.exhibit import Exhibit, Piece
 
 _NLL = ("nll_loss_forward", "nll_loss2d_forward")
 
@@ -36,14 +37,19 @@ class _Divisors(TorchDispatchMode):
         return result
 
 
-def denominators(exhibit: Exhibit, weights: Sequence[float]) -> list[float]:
-    """Return each part's denominator: what its forward divides by, where that is in proportion.
+def denominators(exhibit: Exhibit, weights: Sequence[float]) -> list[float] | None:
+    """Return each piece's denominator: what its step divides by, where that is in proportion.
 
     Args:
         exhibit: The cell.
-        weights: How much each part counts in the reference; they add up to 1.
+        weights: How much each piece counts in the reference.
+
+    Returns:
+        None where the weights are no shares of a count: then something else couples the pieces.
     """
-    seen = [_divisors(exhibit, at) for at in exhibit.distinct_parts]
+    if abs(math.fsum(weights) - 1.0) > 1e-4 or min(weights) < -1e-6:
+        return None
+    seen = [_divisors(exhibit, piece) for piece in exhibit.pieces]
     if len({len(each) for each in seen}) == 1:
         for candidate in zip(*seen, strict=True):
             total = math.fsum(candidate)
@@ -51,13 +57,19 @@ def denominators(exhibit: Exhibit, weights: Sequence[float]) -> list[float]:
                 abs(n / total - w) < 1e-4 for n, w in zip(candidate, weights, strict=True)
             ):
                 return list(candidate)
-    ratios = [Fraction(w).limit_denominator(4096) for w in weights]
+    ratios = [Fraction(max(w, 0.0)).limit_denominator(4096) for w in weights]
     common = math.lcm(*(ratio.denominator for ratio in ratios))
-    return [float(ratio * common) for ratio in ratios]
+    return None if common > _most(exhibit.batch) else [float(ratio * common) for ratio in ratios]
 
 
-def _divisors(exhibit: Exhibit, coordinate: Any) -> list[float]:
-    """Return the divisors of one part's step."""
+def _most(batch: Any) -> int:
+    """Return the largest count a batch can be divided by: elements of its largest input."""
+    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    return max((leaf.numel() for leaf in leaves), default=1)
+
+
+def _divisors(exhibit: Exhibit, piece: Piece) -> list[float]:
+    """Return the divisors of one piece's step."""
     with _Divisors() as divisors, torch.enable_grad():
-        exhibit.runs.record(exhibit.part_batches[coordinate])
+        exhibit.runs.record(piece.batch)
     return divisors.found

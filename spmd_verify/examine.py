@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Final
 
 from spmd_verify import causes, per_rank
-from spmd_verify.causes.forward import explained
+from spmd_verify.causes import words
+from spmd_verify.causes.forward import affected, explained
 from spmd_verify.causes.words import cause
 from spmd_verify.dump import read
 from spmd_verify.exhibit import Exhibit
@@ -66,8 +67,13 @@ class Examination:
         if found is None:
             wanted = self.wanted(first)
             best = first.ratio if first.ratio is not None else 0.0
+            names = list(dict.fromkeys([first.name, *affected(self.exhibit)]))
             found = self.last_resort(first) or cause(
-                "unexplained", "no known cause fits", best, ranks=first.ranks, tensors=[first.name]
+                "unexplained",
+                f"no known cause fits {words.listed(names)}",
+                best,
+                ranks=first.ranks,
+                tensors=names,
             )
         first.cause = self.cell.cause = found
         self.cell.first_divergence = FirstDivergence(
@@ -83,7 +89,8 @@ class Examination:
             if row.step != step or row.verdict != Verdict.MISMATCH:
                 continue
             if row.stage == "module_outputs":
-                why = explained(self.exhibit, row)
+                is_number = not row.shape
+                why = "a number: the loss decides" if is_number else explained(self.exhibit, row)
                 if why is not None:
                     row.verdict, row.cause = str(Verdict.ROUNDING), None
                     row.unknown["explained"] = why
@@ -94,8 +101,21 @@ class Examination:
             undecided = row.stage == "inputs" and row.step == step
             if undecided and row.verdict == Verdict.UNDETERMINED and self.is_wrong_input(row):
                 row.verdict = str(Verdict.MISMATCH)
+        self.find_missing_gradients()
         settle(self.cell.tensors)
         return _first(self.cell.tensors)
+
+    def find_missing_gradients(self) -> None:
+        """Count a gradient that is None where its parameter moves wrongly as a mismatch."""
+        wrong = {row.name for row in self.exhibit.mismatches("parameters")}
+        for row in self.exhibit.stage_rows("gradients"):
+            held = self.exhibit.locals(row) if row.name in wrong else {}
+            parameter = self.exhibit.by_key.get(("free", row.step, "parameters", row.name))
+            if not held or parameter is None or row.verdict == Verdict.MISMATCH:
+                continue
+            owners = self.exhibit.locals(parameter)
+            if set(owners) - set(held) and len(self.exhibit.regions(row)) == 1:
+                row.verdict = str(Verdict.MISMATCH)
 
     def is_wrong_input(self, row: Row) -> bool:
         """Say whether slices of an input are missing, doubled or altered over the ranks."""
@@ -120,11 +140,24 @@ class Examination:
             return None
         worst = first.worst
         shown = "" if worst is None else f": {worst.actual:.9g}, should be {worst.expected:.9g}"
+        whose = self.whose_value(first)
         text = (
-            f"{first.name} as reported differs{shown}, while every gradient and parameter agrees: "
+            f"{first.name} as reported differs{shown}{whose}, while every gradient and parameter agrees: "
             f"a reporting fault, not a training fault"
         )
         return cause("reported_value", text, tensors=[first.name], ranks=first.ranks)
+
+    def whose_value(self, first: Row) -> str:
+        """Say that a reported number is one rank's own."""
+        if first.stage != "loss":
+            return ""
+        tolerance = 4.0 * self.exhibit.tolerance(first)
+        held = [float(v.reshape(-1)[0]) for v in self.exhibit.locals(first).values()]
+        for at, record in self.exhibit.part_records.items():
+            own = next(iter(record.get("loss", {}).values()), None)
+            if own is not None and all(abs(v - float(own)) <= tolerance for v in held):
+                return f" (it is what the part of rank {self.exhibit.rank_of(at)} alone gives)"
+        return ""
 
     def wanted(self, first: Row) -> str:
         """Return the next experiment that could tell the cause."""

@@ -31,6 +31,23 @@ from spmd_verify.verdict import Verdict, limit
 _MISMATCH = str(Verdict.MISMATCH)
 
 
+@dataclass(frozen=True)
+class Piece:
+    """One forward of one rank, run alone on one device.
+
+    Attributes:
+        coordinate: The first rank that has this part.
+        call: Which call of the step.
+        batch: Its samples.
+        record: What they give, float64.
+    """
+
+    coordinate: Coordinate
+    call: int
+    batch: Any
+    record: StepRecord
+
+
 @dataclass
 class Exhibit:
     """One failing cell.
@@ -106,6 +123,15 @@ class Exhibit:
             held = self.dump.locals(text) if text in self.dump.keys() else {}
             self._locals[key] = {at: as_real(local).to(torch.float64) for at, local in held.items()}
         return self._locals[key]
+
+    def called(self, stage: str, base: str) -> list[dict[Coordinate, Tensor]]:
+        """Return what ranks held of every call of a module, whether one device had the call or not."""
+        prefix = f"{self.run}|{self.step}|{stage}|{base}"
+        keys = [key for key in self.dump.keys() if key.partition("#")[0] == prefix]
+        return [
+            {at: as_real(local).to(torch.float64) for at, local in self.dump.locals(key).items()}
+            for key in keys
+        ]
 
     def region(self, row: Row, coordinate: Coordinate) -> Region | None:
         """Return what a rank's tensor is of the global one; None where nobody says."""
@@ -226,15 +252,33 @@ class Exhibit:
         return [at for at in first.values() if at in self.part_records]
 
     @cached_property
+    def pieces(self) -> list[Piece]:
+        """Return what each forward of each rank gives alone: distinct parts, cut by calls.
+
+        Every piece counts with a weight in the reference; see `weights`.
+        """
+        found = []
+        for at in self.distinct_parts:
+            calls = self.seen.calls(at)
+            if calls < 2:
+                found.append(Piece(at, 0, self.part_batches[at], self.part_records[at]))
+                continue
+            for call in range(calls):
+                batch = self.seen.part(self.batch, at, call)
+                record = None if batch is None else self.runs.record(batch)
+                if record is None:
+                    return [Piece(a, 0, self.part_batches[a], self.part_records[a])
+                            for a in self.distinct_parts]  # fmt: skip
+                found.append(Piece(at, call, batch, record))
+        return found
+
+    @cached_property
     def weights(self) -> list[float] | None:
-        """Return the weights with which the parts' gradients give the reference's, if any do."""
-        rows = [r for r in self.stage_rows("gradients") if r.shape is not None]
-        parts = [self.part_records[at]["gradients"] for at in self.distinct_parts]
-        if len(parts) < 2 or not rows:
+        """Return the weights with which the pieces' gradients give the reference's, if any do."""
+        parts = [piece.record["gradients"] for piece in self.pieces]
+        if len(parts) < 2:
             return [1.0] if parts else None
-        names = [r.name for r in rows if (r.run, r.step, r.stage, r.name) in self.by_key]
-        known = set(self.store.names(self.step, "gradients"))
-        names = [name for name in names if name in known]
+        names = self.store.names(self.step, "gradients")
         whole = torch.cat([self._flat_reference(name) for name in names])
         columns = [
             torch.cat([_flat(part.get(name), self._flat_reference(name)) for name in names])
@@ -269,7 +313,7 @@ def fit(columns: Sequence[Tensor], whole: Tensor, tolerance: float) -> list[floa
 
 def _flat(value: Tensor | None, like: Tensor) -> Tensor:
     """Return a gradient as a vector, zeros where it is missing."""
-    return torch.zeros_like(like) if value is None else as_real(value).reshape(-1)
+    return torch.zeros_like(like) if value is None else as_real(value).reshape(-1).nan_to_num()
 
 
 def _digest(batch: Any) -> str:

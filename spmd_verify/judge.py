@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 
@@ -18,7 +19,7 @@ from spmd_verify.merge import Merged, TensorKey, by_tensor, merge
 from spmd_verify.record import Cause, Exercised, FirstDivergence, Row, WorstTensor
 from spmd_verify.rows import Fit, blank_row, count, growth, ratio_of, worst_row
 from spmd_verify.store import Entry, FloorInfo, Store
-from spmd_verify.verdict import ANCHORED_STAGES, STAGES, Verdict, cell_verdict, limit, row_verdict
+from spmd_verify.verdict import LIMITS, ANCHORED_STAGES, STAGES, Verdict, cell_verdict, limit, row_verdict
 
 # Stages a style may leave out: nothing is concluded from their absence.
 _OPTIONAL = frozenset({"inputs", "module_outputs", "clipping"})
@@ -120,6 +121,9 @@ _OWN_STATE: Final = (
     "anchoring is switched off: the style keeps state of its own that restoring parameters and "
     "optimizer state does not reach; the free run decides alone"
 )
+
+
+_LARGEST_LIMIT: Final = max(LIMITS.values())
 
 
 @dataclass
@@ -332,6 +336,8 @@ class _Judging:
                 if entry.stage == "loss":
                     self.notes.append(f"the loss is right as the {how} over ranks")
                 return
+        if entry.stage == "eval_outputs" and own > allowed:
+            merged.problems.append("layout unknown: a number that each rank has of its own part")
 
     def exercised(self, rows: Sequence[Row]) -> Exercised:
         """Count gradients and trainable parameters with signal, by name."""
@@ -436,7 +442,7 @@ def _is_anchoring_to_blame(judging: _Judging, rows: list[Row]) -> bool:
     free = {(row.step, row.stage, row.name): row for row in alone}
     return any(
         (twin := free.get((row.step, row.stage, row.name))) is not None
-        and (row.error or 0.0) > limit(row.dtype, "tensor") * (twin.noise or 0.0)
+        and (row.error or 0.0) > _LARGEST_LIMIT * (twin.noise or 0.0)
         for row in wrong
     )
 

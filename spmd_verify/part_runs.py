@@ -110,24 +110,14 @@ class PartRuns:
         return found
 
     def terms(self, batch: Any) -> list[Term]:
-        """Return the 0-dim values the loss of the default step is made of, latest first."""
-        if self.case.hooks.step is not None:
-            return []
+        """Return the 0-dim values that losses of the step are made of, latest first."""
         try:
-            model, _ = self._prepared()
-            args, kwargs, targets = self.case.split(self._cast(batch))
-            with self._around(), _Scalars() as scalars:
-                output = model(*args, **kwargs)
-                loss = self.device.twin.loss(
-                    output, targets, batch_size=self.case.batch_size_of(batch)
-                )
+            model, optimizer = self._prepared()
+            with self._around(), _Scalars(model) as scalars:
+                self.device.twin.step(model, optimizer, self._cast(batch))
         except Exception:  # noqa: BLE001 - as above
             return []
-        found = []
-        for name, value in reversed(scalars.found[-MOST_TERMS:]):
-            if value is not loss:
-                found.append(Term(name, float(value.detach()), _gradients(value, model)))
-        return found
+        return scalars.terms[::-1]
 
     def untied_shares(self, name: str, aliases: list[str]) -> dict[str, Tensor]:
         """Return the gradient of each use of a tied parameter, by the use's name.
@@ -187,16 +177,24 @@ class PartRuns:
 
 
 class _Scalars(TorchFunctionMode):
-    """Keeps every 0-dim result that autograd follows."""
+    """Keeps 0-dim results that autograd follows, with their gradients, when backward starts."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.found: list[tuple[str, Tensor]] = []
+        self.model = model
+        self.terms: list[Term] = []
+        self._found: list[tuple[str, Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.backward:
+            for name, value in self._found[-MOST_TERMS:]:
+                if value is not args[0]:
+                    number = float(value.detach())
+                    self.terms.append(Term(name, number, _gradients(value, self.model)))
+            self._found.clear()
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor) and result.ndim == 0 and result.requires_grad:
-            self.found.append((getattr(func, "__name__", "value"), result))
+            self._found.append((getattr(func, "__name__", "value"), result))
         return result
 
 

@@ -6,6 +6,7 @@ rank saw, or that some saw more often than others, is a fault of the data, whoev
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -34,11 +35,20 @@ class Argument:
         dim: Along which slices were recognised.
         size: Global size of the dim.
         indices: Per rank, the global index of every slice seen, None for an unknown one.
+        lengths: Per rank, how many of them each call saw.
     """
 
     dim: int
     size: int
     indices: Mapping[Coordinate, tuple[int | None, ...]]
+    lengths: Mapping[Coordinate, tuple[int, ...]]
+
+    def of_call(self, coordinate: Coordinate, call: int | None) -> tuple[int | None, ...]:
+        """Return the slices of one call of a rank, or of all."""
+        if call is None:
+            return self.indices[coordinate]
+        start = sum(self.lengths[coordinate][:call])
+        return self.indices[coordinate][start : start + self.lengths[coordinate][call]]
 
     @property
     def is_known(self) -> bool:
@@ -51,6 +61,10 @@ class Argument:
         for seen in self.indices.values():
             counted.update(index for index in seen if index is not None)
         return counted
+
+    def reached(self) -> int:
+        """Count the slices that reached forward, on all ranks together."""
+        return sum(len(seen) for seen in self.indices.values())
 
     def missing(self) -> list[int]:
         """Return the slices that no rank saw."""
@@ -82,15 +96,22 @@ class SeenInputs:
         for name in store.names(step, "inputs"):
             if _CALL.search(name) or name.partition(".")[0] == TARGETS:
                 continue
-            whole = store.expected(step, "inputs", name)
+            names = [n for n in store.names(step, "inputs") if _CALL.sub("", n) == name]
+            wholes = [store.expected(step, "inputs", n) for n in sorted(names, key=_call_number)]
             calls = _calls(dump, f"{run}|{step}|inputs|{name}")
-            argument = _recognised(whole, calls, case.input_batch_dims.get(name))
+            argument = _recognised(wholes, calls, case.input_batch_dims.get(name))
             if argument is not None:
                 found[name] = argument
         return cls(case, found)
 
-    def part(self, batch: Any, coordinate: Coordinate) -> Any:
-        """Return what a rank's forward saw of a batch, targets cut alike; None if unknown."""
+    def part(self, batch: Any, coordinate: Coordinate, call: int | None = None) -> Any:
+        """Return what a rank's forward saw of a batch, targets cut alike; None if unknown.
+
+        Args:
+            batch: The global batch.
+            coordinate: The rank's.
+            call: Only of this call of forward, from 0.
+        """
         known = {
             path: argument
             for path, argument in self.arguments.items()
@@ -113,10 +134,16 @@ class SeenInputs:
             used = own or first
             if dim is None or leaf.shape[dim] != used.size:
                 return leaf
-            rows = [index for index in used.indices[coordinate] if index is not None]
+            rows = [index for index in used.of_call(coordinate, call) if index is not None]
             return leaf.index_select(dim, torch.tensor(rows, dtype=torch.int64))
 
         return map_leaves(self.case, batch, change)
+
+
+    def calls(self, coordinate: Coordinate) -> int:
+        """Return how often a rank's forward was called; 0 where that is unknown."""
+        known = [a for a in self.arguments.values() if a.is_known and coordinate in a.lengths]
+        return max((len(argument.lengths[coordinate]) for argument in known), default=0)
 
 
 def _calls(dump: Dump, key: str) -> dict[Coordinate, list[Tensor]]:
@@ -136,32 +163,31 @@ def _call_number(key: str) -> int:
 
 
 def _recognised(
-    whole: Tensor, calls: Mapping[Coordinate, list[Tensor]], batch_dim: int | None
+    wholes: list[Tensor], calls: Mapping[Coordinate, list[Tensor]], batch_dim: int | None
 ) -> Argument | None:
-    """Return the dim along which the slices are known; the batch dim where several are."""
-    dims = list(range(whole.ndim))
+    """Return the dim along which the slices are known; the batch dim where several are.
+
+    Several calls, on either side, are slices one after the other.
+    """
+    dims = list(range(wholes[0].ndim))
     if batch_dim is not None:
         dims.sort(key=lambda dim: dim != batch_dim)
     best: tuple[float, Argument] | None = None
     for dim in dims:
-        indices: dict[Coordinate, tuple[int | None, ...]] = {}
-        for coordinate, locals_ in calls.items():
-            fitting = [t for t in locals_ if _fits(t, whole, dim)]
-            if len(fitting) != len(locals_):
-                break
-            # Rows of several calls come after each other.
-            indices[coordinate] = tuple(
-                index for t in _joined(fitting, dim) for index in match_slices(t, whole, dim)
-            )
-        else:
-            flat = [index for seen in indices.values() for index in seen]
-            if not flat:
-                continue
-            share = sum(index is not None for index in flat) / len(flat)
-            if share == 1.0:
-                return Argument(dim, whole.shape[dim], indices)
-            if share >= 0.5 and (best is None or share > best[0]):
-                best = share, Argument(dim, whole.shape[dim], indices)
+        if not all(_fits(t, wholes[0], dim) for t in itertools.chain(wholes, *calls.values())):
+            continue
+        whole = torch.cat(wholes, dim)
+        indices = {
+            coordinate: tuple(match_slices(torch.cat(locals_, dim), whole, dim))
+            for coordinate, locals_ in calls.items()
+        }
+        lengths = {at: tuple(t.shape[dim] for t in locals_) for at, locals_ in calls.items()}
+        flat = [index for seen in indices.values() for index in seen]
+        share = sum(index is not None for index in flat) / len(flat) if flat else 0.0
+        if share == 1.0:
+            return Argument(dim, whole.shape[dim], indices, lengths)
+        if share >= 0.5 and (best is None or share > best[0]):
+            best = share, Argument(dim, whole.shape[dim], indices, lengths)
     return None if best is None else best[1]
 
 
@@ -172,7 +198,3 @@ def _fits(local: Tensor, whole: Tensor, dim: int) -> bool:
     others = [i for i in range(whole.ndim) if i != dim]
     return all(local.shape[i] == whole.shape[i] for i in others)
 
-
-def _joined(calls: list[Tensor], dim: int) -> list[Tensor]:
-    """Return the calls as one tensor, so that equal slices are told apart in order."""
-    return [torch.cat(calls, dim)] if len(calls) > 1 else calls

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from spmd_verify.causes import forward, gradients, patterns, shards, state, updates
+from spmd_verify.causes import forward, gradients, patterns, shards, state, updates, words
 from spmd_verify.exhibit import Exhibit
 from spmd_verify.record import Cause, Row
 
@@ -83,10 +83,37 @@ BY_STAGE: Final[dict[str, Sequence[Hypothesis]]] = {
 }
 
 
+# More rows than this are not asked for the same cause.
+MOST_ROWS: Final = 48
+# Stages whose causes are about the values computed from them: those are named too.
+_UPSTREAM: Final = ("inputs", "module_outputs", "loss")
+
+
 def find(exhibit: Exhibit, row: Row) -> Cause | None:
     """Return the cause of the first divergence, None where no hypothesis holds."""
     for hypothesis in BY_STAGE.get(row.stage, ()):
-        cause = hypothesis(exhibit, row)
-        if cause is not None:
-            return cause
+        found = hypothesis(exhibit, row)
+        if found is not None:
+            _extend(exhibit, row, hypothesis, found)
+            return found
     return None
+
+
+def _extend(exhibit: Exhibit, row: Row, hypothesis: Hypothesis, found: Cause) -> None:
+    """Add the tensors of the same stage that the same hypothesis explains, in place."""
+    more: list[str] = []
+    if row.stage in _UPSTREAM:
+        more = forward.affected(exhibit)
+    else:
+        for other in exhibit.mismatches(row.stage)[:MOST_ROWS]:
+            if other.name in found.tensors or other.name in more:
+                continue
+            own = hypothesis(exhibit, other)
+            if own is not None and own.kind == found.kind:
+                more.append(other.name)
+    more = [name for name in more if name not in found.tensors]
+    if more:
+        found.tensors.extend(more)
+    unsaid = [name for name in found.tensors if name not in found.text]
+    if unsaid:
+        found.text += f" (also {words.listed(unsaid)})"

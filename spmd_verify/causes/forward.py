@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from spmd_verify.causes.patterns import MOST_SLICES
 from spmd_verify.causes.words import cause, listed, meaning, names_of, number, ranks_text, rows_text
 from spmd_verify.exhibit import Exhibit, part_of, subsets
 from spmd_verify.record import Cause, Row
@@ -20,13 +22,11 @@ def affected(exhibit: Exhibit) -> list[str]:
 
 def batch_statistics(exhibit: Exhibit, row: Row) -> Cause | None:
     """`batch_statistics`: the output is what this rank's part of the batch gives alone."""
-    if not _is_own_part(exhibit, row):
-        return None
     kind = _module_kind(exhibit, row.name)
-    if exhibit.store.index.notes and kind is None:
-        return None
     if _draws(exhibit, row):
         return None
+    if not _is_own_part(exhibit, row):
+        return _other_statistics(exhibit, row, kind)
     is_norm = kind is not None and "Norm" in kind
     layer = f"{row.name} ({kind})" if kind else row.name
     if not is_norm and not _has_statistics(exhibit, row.name):
@@ -47,6 +47,39 @@ def batch_statistics(exhibit: Exhibit, row: Row) -> Cause | None:
         remedy="Use SyncBatchNorm (torch.nn.SyncBatchNorm.convert_sync_batchnorm), or a "
         "normalisation within the sample",
     )
+
+
+def _other_statistics(exhibit: Exhibit, row: Row, kind: str | None) -> Cause | None:
+    """Say that a normalisation used other statistics: an output off by scale and shift only."""
+    if kind is None or "Norm" not in kind:
+        return None
+    found, whole = _by_shape(exhibit, row), exhibit.reference(row)
+    first = next(iter(exhibit.locals(row).values()), None)
+    if first is not None and first.shape == whole.shape:
+        found = first
+    if found is None or found.shape != whole.shape or found.ndim < 2:
+        return None
+    size = len(next(iter(exhibit.locals(row).values())))
+    left = right = 0.0
+    for rows in range(0, found.shape[0], max(size, 1)):
+        part = slice(rows, rows + size)
+        a, b = (v[part].transpose(0, 1).flatten(1) for v in (found, whole))
+        b0 = b - b.mean(1, keepdim=True)
+        k = ((a - a.mean(1, keepdim=True)) * b0).sum(1, keepdim=True) / b0.square().sum(
+            1, keepdim=True
+        ).clamp(min=1e-300)
+        left += float((a - a.mean(1, keepdim=True) - k * b0).square().sum())
+        right += float((a - b).square().sum())
+    if math.sqrt(left) > 4.0 * exhibit.tolerance(row) or right == 0.0:
+        return None
+    text = (
+        f"{row.name} ({kind}) normalises with other statistics than those of the whole batch: "
+        f"every channel is off by a scale and a shift"
+    )
+    return cause(
+        "batch_statistics", text, tensors=[row.name, *affected(exhibit)], ranks=row.ranks,
+        remedy="Use SyncBatchNorm, or combine means and variances of all ranks",
+    )  # fmt: skip
 
 
 def _is_own_part(exhibit: Exhibit, row: Row) -> bool:
@@ -293,19 +326,29 @@ def additive_loss(exhibit: Exhibit, row: Row) -> Cause | None:
                     "additive", text, tensors=[row.name, *affected(exhibit)], axis=axis,
                     ranks=row.ranks,
                 )  # fmt: skip
-        for term in exhibit.terms:
-            if abs(term.value) <= tolerance:
-                continue
-            k = excess / term.value
-            if abs(k - round(k)) * abs(term.value) <= tolerance and 0 < abs(round(k)) <= 8:
-                count = round(k) + 1
-                text = (
-                    f"{row.name} differs by {round(k)} x a term of the loss ({term.name} = "
-                    f"{term.value:.6g}): the term counts {count} times instead of once"
-                )
-                return cause(
-                    "additive", text, tensors=[row.name, *affected(exhibit)], ranks=row.ranks
-                )
+        found = _counted_term(exhibit, row, excess, tolerance)
+        if found is not None:
+            return found
+    return None
+
+
+def _counted_term(exhibit: Exhibit, row: Row, excess: float, tolerance: float) -> Cause | None:
+    """Say that a term of the loss counts 0, 1 / ranks, ranks, ... times instead of once."""
+    for term in exhibit.terms:
+        if abs(term.value) <= 4.0 * tolerance:
+            continue
+        times = 1.0 + excess / term.value
+        said, axis = meaning(times, 2.0 * tolerance / abs(term.value), exhibit.axes)
+        if not said or abs(times - 1.0) < 1e-6:
+            continue
+        reached = [name for name, g in term.gradients.items() if bool(g.any())]
+        names = [name for name in affected(exhibit) if name in reached] or affected(exhibit)
+        text = (
+            f"{row.name} counts a term of the loss ({term.name} = {term.value:.6g}, which reaches "
+            f"{listed(names)}) {number(times)} times instead of once: {said}"
+        )
+        tensors = [row.name, *names]
+        return cause("additive", text, tensors=tensors, ranks=row.ranks, axis=axis)
     return None
 
 
@@ -405,12 +448,45 @@ def explained(exhibit: Exhibit, row: Row) -> str | None:
     found = partial_over(exhibit, row)
     if found is not None:
         return f"{found[1]} over {', '.join(found[0])} equals the reference"
+    if rows_found(exhibit, row):
+        return "its rows are rows of the single-device output"
     held = exhibit.locals(row)
     whole = tuple(row.shape)
     if held and all(tuple(local.shape) == whole for local in held.values()):
         if _is_own_part(exhibit, row) and not _has_rows(exhibit, whole):
             return "it is that of this rank's part of the batch"
     return None
+
+
+def rows_found(exhibit: Exhibit, row: Row) -> bool:
+    """Say whether all slices of the ranks' outputs are slices of the reference's, in any order.
+
+    Several calls of the module, on either side, are slices one after the other.
+    """
+    base = row.name.partition("#")[0]
+    calls = [r for r in exhibit.stage_rows(row.stage) if r.name.partition("#")[0] == base]
+    wholes = [exhibit.reference(r) for r in calls]
+    parts = [local for r in exhibit.called(row.stage, base) for local in r.values()]
+    if not parts or wholes[0].ndim == 0:
+        return False
+    tolerance = 4.0 * max(exhibit.tolerance(r) for r in calls)
+    for dim in range(wholes[0].ndim):
+        shapes = {_without(value.shape, dim) for value in [*wholes, *parts]}
+        if len(shapes) > 1 or len({value.ndim for value in [*wholes, *parts]}) > 1:
+            continue
+        right, left = (torch.cat([v.movedim(dim, 0).flatten(1) if v.ndim > 1 else v[:, None]
+                                  for v in values]) for values in (wholes, parts))  # fmt: skip
+        if max(len(right), len(left)) > MOST_SLICES:
+            continue
+        nearest = torch.cdist(left, right).min(dim=1).values
+        if float(nearest.max()) <= tolerance:
+            return True
+    return False
+
+
+def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
+    """Return sizes without one dim."""
+    return (*shape[:dim], *shape[dim + 1 :])
 
 
 def _has_rows(exhibit: Exhibit, shape: tuple[int, ...]) -> bool:

@@ -26,18 +26,18 @@ from spmd_verify.record import Cause, Row
 
 
 def part_gradients(exhibit: Exhibit, row: Row) -> list[Tensor]:
-    """Return the gradient that each distinct part of the batch gives alone, global [...]."""
+    """Return the gradient that each piece of the batch gives alone, global [...]."""
     whole = exhibit.reference(row)
     found = []
-    for at in exhibit.distinct_parts:
-        value = exhibit.part_records[at]["gradients"].get(row.name)
+    for piece in exhibit.pieces:
+        value = piece.record["gradients"].get(row.name)
         found.append(torch.zeros_like(whole) if value is None else as_real(value).to(torch.float64))
     return found
 
 
 def part_ranks(exhibit: Exhibit) -> list[int]:
-    """Return the first rank of each distinct part."""
-    return [exhibit.rank_of(at) for at in exhibit.distinct_parts]
+    """Return the first rank of each piece."""
+    return [exhibit.rank_of(piece.coordinate) for piece in exhibit.pieces]
 
 
 def unused(exhibit: Exhibit, row: Row) -> Cause | None:
@@ -230,20 +230,33 @@ def mean_of_means(exhibit: Exhibit, row: Row) -> Cause | None:
 
 
 def _mean_of_losses(exhibit: Exhibit, row: Row, weights: Sequence[float]) -> Cause | None:
-    """Say that the loss is each part's own, or their plain mean."""
-    own = [_loss(exhibit.part_records[at]) for at in exhibit.distinct_parts]
-    if any(value is None for value in own):
-        return None
-    mean = math.fsum(value for value in own if value is not None) / len(own)
+    """Say that the loss is each rank's own mean over its pieces, or the plain mean of all."""
+    own: dict[Coordinate, list[float]] = {}
+    for piece in exhibit.pieces:
+        value = _loss(piece.record)
+        if value is None:
+            return None
+        own.setdefault(piece.coordinate, []).append(value)
+    everything = [value for values in own.values() for value in values]
+    # A piece without valid labels is 0 / 0 on one device; a style may make it 0.
+    mean = math.fsum(v for v in everything if v == v) / len(everything)
     values = {at: float(v.reshape(-1)[0]) for at, v in exhibit.locals(row).items()}
     tolerance = 4.0 * exhibit.tolerance(row)
-    records = exhibit.part_records
     is_own = all(
-        at in records and abs(value - (_loss(records[at]) or math.nan)) <= tolerance
-        for at, value in values.items()
+        any(_same(value, math.fsum(v) / len(v), tolerance) for v in own.values())
+        for value in values.values()
     )
     is_mean = all(abs(value - mean) <= tolerance for value in values.values())
-    return _means_cause(exhibit, row, weights, 1.0) if is_own or is_mean else None
+    if not (is_own or is_mean):
+        return None
+    return _means_cause(exhibit, row, weights, 1.0)
+
+
+def _same(value: float, own: float, tolerance: float) -> bool:
+    """Say whether two losses agree; of one over nothing NaN and 0 do."""
+    if math.isnan(own):
+        return math.isnan(value) or value == 0.0
+    return abs(value - own) <= tolerance
 
 
 def _loss(record: Mapping[str, Mapping[str, Tensor]]) -> float | None:
@@ -252,9 +265,13 @@ def _loss(record: Mapping[str, Mapping[str, Tensor]]) -> float | None:
     return None if value is None else float(value)
 
 
-def _means_cause(exhibit: Exhibit, row: Row, weights: Sequence[float], scale: float) -> Cause:
-    """Return the cause with the denominators of all parts."""
+def _means_cause(
+    exhibit: Exhibit, row: Row, weights: Sequence[float], scale: float
+) -> Cause | None:
+    """Return the cause with the denominators of all pieces; None where they are no counts."""
     counts = denominators(exhibit, weights)
+    if counts is None:
+        return None
     names = names_of(exhibit.mismatches("gradients"))
     shown = ", ".join(f"rank {r}: {n:g}" for r, n in zip(part_ranks(exhibit), counts, strict=True))
     plain = " and ".join(f"{n:g}" for n in counts)
@@ -262,8 +279,9 @@ def _means_cause(exhibit: Exhibit, row: Row, weights: Sequence[float], scale: fl
     times = "" if abs(scale - 1.0) < 1e-3 else f" (times {number(scale)})"
     text = (
         f"mean of per-rank means over unequal denominators{times}: rank denominators {plain} "
-        f"({shown}); the reference divides by {total:g}, equal weights 1/{len(weights)} are used "
-        f"instead of {', '.join(f'{n:g}/{total:g}' for n in counts)}"
+        f"({shown}{_by_axis(exhibit, counts)}); the reference divides by {total:g}, equal weights "
+        f"1/{len(weights)} are used instead of {', '.join(f'{n:g}/{total:g}' for n in counts)}; "
+        f"affected: {listed(names)}"
     )
     return cause(
         "mean_of_means",
@@ -272,6 +290,19 @@ def _means_cause(exhibit: Exhibit, row: Row, weights: Sequence[float], scale: fl
         ranks=row.ranks,
         remedy="Sum the losses and divide by the denominator of the global batch",
     )
+
+
+def _by_axis(exhibit: Exhibit, counts: Sequence[float]) -> str:
+    """Return the denominators added up by the index on every axis where these differ."""
+    said = []
+    for at, axis in enumerate(exhibit.axes):
+        sums: dict[int, float] = {}
+        for piece, n in zip(exhibit.pieces, counts, strict=True):
+            index = piece.coordinate[at]
+            sums[index] = sums.get(index, 0.0) + n
+        if len(exhibit.wide_axes) > 1 and len(set(sums.values())) > 1:
+            said.append(f"; over {axis}: {', '.join(f'{n:g}' for n in sums.values())}")
+    return "".join(said) or f"; over {', '.join(exhibit.wide_axes)}"
 
 
 def _spread(values: Sequence[float]) -> float:
@@ -285,8 +316,7 @@ def weighted_ranks(exhibit: Exhibit, row: Row) -> Cause | None:
     if weights is None or counted is None or len(weights) < 2:
         return None
     ratios = [c / w if w else math.inf for c, w in zip(counted, weights, strict=True)]
-    usual = sorted(ratios)[len(ratios) // 2]
-    usual = 1.0 if any(abs(r - 1.0) < 1e-3 for r in ratios) else usual
+    usual = _usual(ratios)
     off = [i for i, r in enumerate(ratios) if abs(r - usual) > 1e-3]
     if not off:
         return None
@@ -307,17 +337,30 @@ def weighted_ranks(exhibit: Exhibit, row: Row) -> Cause | None:
     return cause(kind, text, tensors=names, ranks=ranks, factor=k)
 
 
+def _usual(ratios: Sequence[float]) -> float:
+    """Return how most parts count; 1 where there is no majority and some part counts right."""
+    for ratio in ratios:
+        if sum(abs(other - ratio) < 1e-3 for other in ratios) * 2 > len(ratios):
+            return ratio
+    return 1.0 if any(abs(r - 1.0) < 1e-3 for r in ratios) else sorted(ratios)[len(ratios) // 2]
+
+
 def _same_ratios(exhibit: Exhibit, row: Row, ratios: Sequence[float]) -> bool:
     """Say whether parts count in another tensor as they do in this."""
-    counted, weights = _counted(exhibit, row), exhibit.weights
-    if counted is None or weights is None:
+    found, weights = exhibit.assembled(row), exhibit.weights
+    if found is None or weights is None:
         return False
-    return all(abs(c / w - r) < 1e-2 for c, w, r in zip(counted, weights, ratios, strict=True) if w)
+    parts = part_gradients(exhibit, row)
+    made = sum(r * w * g for r, w, g in zip(ratios, weights, parts, strict=True))
+    scale = max(1.0, *(abs(r) for r in ratios))
+    return float((found - made).norm()) <= 8.0 * exhibit.tolerance(row) * scale
 
 
 def cross_sample(exhibit: Exhibit, row: Row) -> Cause | None:
     """`cross_sample`: the mean of per-rank losses of a loss that couples samples."""
-    if exhibit.weights is not None or len(exhibit.distinct_parts) < 2:
+    weights = exhibit.weights
+    is_separable = weights is not None and denominators(exhibit, weights) is not None
+    if is_separable or len(exhibit.distinct_parts) < 2:
         return None
     if row.stage == "loss":
         own = [_loss(exhibit.part_records[at]) for at in exhibit.distinct_parts]
@@ -339,8 +382,8 @@ def cross_sample(exhibit: Exhibit, row: Row) -> Cause | None:
         return None
     names = [row.name, *affected(exhibit)]
     text = (
-        "each rank's loss sees only its own samples: the mean of the per-rank losses is not the "
-        "loss of the whole batch, which couples samples across ranks"
+        f"each rank's loss sees only its own samples: the mean of the per-rank losses over "
+        f"{', '.join(exhibit.wide_axes)} is not the loss of the whole batch, which couples samples"
     )
     operator = exhibit.experiments.get("operator")
     return cause(

@@ -115,7 +115,7 @@ def doubled_rows(exhibit: Exhibit, row: Row) -> Cause | None:
         what = "reduced twice" if k > 1.0 else "scaled once too often"
         text = (
             f"{row.name}: {name} {rows_text(rows)} are {number(k)} x the reference, the others "
-            f"are right: these are {what}"
+            f"are right: these are {what} over {', '.join(exhibit.wide_axes)}"
         )
         return cause(kind, text, tensors=[row.name], factor=k, ranks=row.ranks)
     return None

@@ -47,7 +47,10 @@ def _seen_text(argument: Argument) -> str:
     altered = {at for at, seen in argument.indices.items() if None in seen}
     if altered:
         count = sum(index is None for seen in argument.indices.values() for index in seen)
-        said.append(f"{count} slices are none of the global batch's")
+        said.append(
+            f"{count} of the {argument.reached()} slices that reach forward are none of the global "
+            f"batch's {argument.size}"
+        )
     return "; ".join(said) or "the slices come in another order"
 
 

@@ -31,7 +31,7 @@ def get_targets(step=0):
 
 
 def input_sharding():
-    return {"targets.unfrozen": {"dp": None}, "unfrozen": {"dp": None}}
+    return {"targets.unfrozen": {"dp": None}}
 
 
 def get_optimizer(params):
