@@ -140,6 +140,9 @@ class EagerRun:
         self.model, optimizer = recipe.apply(case, model, self.mesh)
         self.optimizer = case.optimizer(self.model) if optimizer is None else optimizer
         self.layouts = self._layouts(whole)
+        self.optimizer_steps = 0
+        for single in self.optimizers():
+            single.register_step_post_hook(self._on_optimizer_step)
 
     def step(self, index: int, batch: Any) -> Observation:
         """Run one training step; see `StyleRun.step`."""
@@ -209,11 +212,16 @@ class EagerRun:
                 "wrappers": wrappers,
                 "is_entered": self.is_entered,
                 "is_per_rank": self.recipe.is_per_rank,
+                "optimizer_steps": self.optimizer_steps,
                 "foreign": self.names.foreign(self.model, self.optimizer),
                 "optimizers": [type(single).__name__ for single in self.optimizers()],
                 "layouts": {name: describe(layout) for name, (layout, _) in self.layouts.items()},
             },
         }
+
+    def _on_optimizer_step(self, *_: Any) -> None:
+        """Count the steps of optimizers."""
+        self.optimizer_steps += 1
 
     def _notes(self) -> Iterator[str]:
         """Say what was inferred, and what of the optimizer is not the model's."""
