@@ -61,8 +61,9 @@ def rank_part(
         for axis, placement in zip(axes, layout, strict=True):
             if isinstance(placement, Chunk):
                 split.setdefault(placement.dim, []).append(axis)
-        for dim, along in split.items() if check is not None else ():
-            check(path, leaf.shape[dim], " x ".join(along), math.prod(axes[a] for a in along))
+        for dim, along in split.items():
+            if check is not None:
+                check(path, leaf.shape[dim], " x ".join(along), math.prod(axes[a] for a in along))
         return take(leaf, layout, tuple(axes.values()), coordinate).contiguous()
 
     return map_leaves(case, batch, part_of)

@@ -67,6 +67,9 @@ GROUPS: Final[tuple[str, ...]] = ("engine", "torch", "user", "all")
 ENGINE: Final[tuple[str, ...]] = tuple(
     style.name for style in STYLES if style.group == "engine" and style.available
 )
+TORCH: Final[tuple[str, ...]] = tuple(
+    style.name for style in STYLES if style.group == "torch" and style.available
+)
 DATA_AXES: Final[frozenset[str]] = frozenset({"dp", "fsdp", "replicate", "shard"})
 _AXIS_TOKENS: Final[tuple[str, ...]] = ("dp", "tp", "sp", "pp", "ep", "cp", "fsdp")
 _BY_NAME: Final = {style.name: style for style in STYLES}
