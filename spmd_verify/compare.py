@@ -33,6 +33,8 @@ from spmd_verify.trajectory import Observation, Observed, same_bits
 from spmd_verify.ulp import ulp_distance
 from spmd_verify.verdict import STAGES
 
+NO_SUCH_TENSOR: Final = "the reference has no such tensor"
+
 
 class Statistics(msgspec.Struct, kw_only=True):
     """What one copy of one part of one tensor says. Plain values: crosses process borders.
@@ -162,7 +164,7 @@ def _compare_one(scene: _Scene, stage: str, name: str, observed: Observed) -> It
             )
             if entry is None:
                 found.has_signal = bool(local.any())
-                found.problem = "the reference has no such tensor"
+                found.problem = NO_SUCH_TENSOR
                 if found.has_signal:
                     yield found
                 continue
@@ -343,8 +345,7 @@ def _part_of(
         if part.shape != tuple(local.shape):
             return None, f"shape {list(local.shape)}, expected {list(part.shape)}"
         return part, None
-    guessed = _guessed(entry, scene.mesh_shape, coordinate)
-    fitting = [part for part in guessed if part.shape == tuple(local.shape)]
+    fitting = fitting_parts(entry.shape, scene.mesh_shape, coordinate, local)
     if not fitting:
         return None, f"layout unknown: shape {list(local.shape)}, global {entry.shape}"
 
@@ -355,13 +356,14 @@ def _part_of(
     return (fitting[0] if len(fitting) == 1 else min(fitting, key=distance)), None
 
 
-def _guessed(entry: Entry, mesh_shape: Sequence[int], coordinate: Coordinate) -> list[Region]:
-    """Return the distinct parts that an undeclared tensor may be: every axis whole or a chunk."""
-    choices = [_WHOLE, *(_Chunk(dim) for dim in range(len(entry.shape)))]
+def fitting_parts(
+    shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Coordinate, local: Tensor
+) -> list[Region]:
+    """Return what an undeclared tensor may be by its shape: every axis whole or a chunk."""
+    choices = [_WHOLE, *(_Chunk(dim) for dim in range(len(shape)))]
     layouts = itertools.product(choices, repeat=len(mesh_shape))
-    return list(
-        dict.fromkeys(region(entry.shape, layout, mesh_shape, coordinate) for layout in layouts)
-    )
+    parts = dict.fromkeys(region(shape, layout, mesh_shape, coordinate) for layout in layouts)
+    return [part for part in parts if part.shape == tuple(local.shape)]
 
 
 class _Chunk:

@@ -179,16 +179,23 @@ class Examination:
         axes = self.exhibit.axes
         return any(size % n for axis, n in axes.items() if self.exhibit.is_data_axis(axis))
 
+    def part_sizes(self) -> list[str]:
+        """Return how many samples each rank has."""
+        case = self.exhibit.case
+        return [str(case.batch_size_of(part)) for part in self.exhibit.part_batches.values()]
+
     def last_resort(self, first: Row) -> Cause | None:
         """`uneven`: right where the batch divides."""
         if self.exhibit.experiments.get("divisible"):
             size = self.exhibit.case.batch_size
             sizes = ", ".join(f"{a}={n}" for a, n in self.exhibit.axes.items())
+            parts = ", ".join(self.part_sizes())
+            names = list(dict.fromkeys([first.name, *affected(self.exhibit)]))
             text = (
-                f"{first.name}: right when the batch divides by the ranks, wrong with {size} "
-                f"samples over {sizes}"
+                f"{words.listed(names)}: right when the batch divides by the ranks, wrong with "
+                f"{size} samples over {sizes} (parts of {parts})"
             )
-            return cause("uneven", text, tensors=[first.name], ranks=first.ranks)
+            return cause("uneven", text, tensors=names, ranks=first.ranks)
         return None
 
 

@@ -292,6 +292,20 @@ class Exhibit:
         return as_real(value).to(torch.float64).reshape(-1)
 
     @cached_property
+    def draws(self) -> bool:
+        """Say whether the step draws random numbers on one device."""
+        self.case.seed_step(self.step)
+        before = torch.get_rng_state()
+        self.runs.record(self.batch)
+        self_seeded = torch.get_rng_state()
+        return not torch.equal(before, self_seeded)
+
+    @property
+    def is_chance_open(self) -> bool:
+        """Say whether random numbers may be to blame and no run without them has been made."""
+        return "no_random" not in self.experiments and self.draws
+
+    @cached_property
     def raw_gradients(self) -> dict[str, Tensor]:
         """Return the whole batch's gradients before the case's own step changed them."""
         return self.runs.raw_gradients(self.batch) or {}

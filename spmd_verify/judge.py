@@ -14,12 +14,20 @@ from typing import Final
 import torch
 
 from spmd_verify.cause import Evidence, exact_norm, find_cause
-from spmd_verify.compare import Statistics
+from spmd_verify.compare import NO_SUCH_TENSOR, Statistics
 from spmd_verify.merge import Merged, TensorKey, by_tensor, merge
 from spmd_verify.record import Cause, Exercised, FirstDivergence, Row, WorstTensor
 from spmd_verify.rows import Fit, blank_row, count, growth, ratio_of, worst_row
 from spmd_verify.store import Entry, FloorInfo, Store
-from spmd_verify.verdict import LIMITS, ANCHORED_STAGES, STAGES, Verdict, cell_verdict, limit, row_verdict
+from spmd_verify.verdict import (
+    ANCHORED_STAGES,
+    LIMITS,
+    STAGES,
+    Verdict,
+    cell_verdict,
+    limit,
+    row_verdict,
+)
 
 # Stages a style may leave out: nothing is concluded from their absence.
 _OPTIONAL = frozenset({"inputs", "module_outputs", "clipping"})
@@ -114,7 +122,7 @@ def judge(
 
 
 # Stages whose tensors a style may hold in parts that nobody declared.
-_LAYOUTLESS: Final = ("inputs", "module_outputs", "eval_outputs")
+_LAYOUTLESS: Final = ("inputs", "module_outputs", "eval_outputs", "optimizer_state")
 # Stages that localise a fault and never make one alone.
 _LOCALISING: Final = ("inputs", "module_outputs")
 _OWN_STATE: Final = (
@@ -178,7 +186,8 @@ class _Judging:
         for (own_run, own_step, own_stage, name), entries in self.statistics.items():
             if (own_run, own_step, own_stage) != (run, step, stage) or name in known:
                 continue
-            if stage in _OPTIONAL or stage in ("optimizer_state", "buffers"):
+            is_own = entries[0].problem == NO_SUCH_TENSOR
+            if is_own and (stage in _OPTIONAL or stage in ("optimizer_state", "buffers")):
                 continue  # the style's own modules and bookkeeping
             entry = Entry(step=step, stage=stage, name=name, shape=[], dtype="")
             merged = merge([], entries)

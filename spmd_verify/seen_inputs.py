@@ -139,7 +139,6 @@ class SeenInputs:
 
         return map_leaves(self.case, batch, change)
 
-
     def calls(self, coordinate: Coordinate) -> int:
         """Return how often a rank's forward was called; 0 where that is unknown."""
         known = [a for a in self.arguments.values() if a.is_known and coordinate in a.lengths]
@@ -197,4 +196,3 @@ def _fits(local: Tensor, whole: Tensor, dim: int) -> bool:
         return False
     others = [i for i in range(whole.ndim) if i != dim]
     return all(local.shape[i] == whole.shape[i] for i in others)
-

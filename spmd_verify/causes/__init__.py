@@ -36,12 +36,12 @@ LOSS: Final[Sequence[Hypothesis]] = (
     patterns.precision,
 )
 GRADIENTS: Final[Sequence[Hypothesis]] = (
-    gradients.unused,
     gradients.clipped_before_reduction,
     gradients.clipped,
     gradients.tied,
     gradients.stale,
     gradients.uniform_factor,
+    gradients.unused,
     shards.missing_reduction,
     gradients.own_data,
     gradients.mean_of_means,
@@ -64,6 +64,7 @@ PARAMETERS: Final[Sequence[Hypothesis]] = (
     updates.optimizer_on_shards,
     updates.partly_stale,
     patterns.layout,
+    patterns.flat_offset,
     updates.scaled_update,
     updates.replicas_drift,
     patterns.precision,

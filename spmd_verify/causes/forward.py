@@ -28,6 +28,8 @@ def batch_statistics(exhibit: Exhibit, row: Row) -> Cause | None:
     if not _is_own_part(exhibit, row):
         return _other_statistics(exhibit, row, kind)
     is_norm = kind is not None and "Norm" in kind
+    if not is_norm and exhibit.is_chance_open:
+        return None
     layer = f"{row.name} ({kind})" if kind else row.name
     if not is_norm and not _has_statistics(exhibit, row.name):
         text = (
@@ -370,7 +372,8 @@ def position(exhibit: Exhibit, row: Row) -> Cause | None:
         rows = _rows_of(exhibit, row, regions, tolerance)
         text = (
             f"{row.name} is right on {ranks_text(right)} and wrong on {ranks_text(wrong)}{rows}: "
-            f"positions, masks or offsets start anew on every rank instead of going on"
+            f"positions, masks or offsets start anew on every rank of "
+            f"{', '.join(exhibit.wide_axes)} instead of going on"
         )
         tensors = [row.name, *affected(exhibit)]
         return cause("position", text, tensors=tensors, ranks=sorted(wrong))

@@ -360,7 +360,7 @@ def cross_sample(exhibit: Exhibit, row: Row) -> Cause | None:
     """`cross_sample`: the mean of per-rank losses of a loss that couples samples."""
     weights = exhibit.weights
     is_separable = weights is not None and denominators(exhibit, weights) is not None
-    if is_separable or len(exhibit.distinct_parts) < 2:
+    if is_separable or len(exhibit.distinct_parts) < 2 or exhibit.is_chance_open:
         return None
     if row.stage == "loss":
         own = [_loss(exhibit.part_records[at]) for at in exhibit.distinct_parts]

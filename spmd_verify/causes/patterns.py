@@ -77,6 +77,49 @@ def rearranged(found: Tensor, whole: Tensor, tolerance: float) -> str | None:
         order = slice_order(found, whole, dim, tolerance)
         if order is not None:
             return f"with the slices of dim {dim} in another order: {_order_text(order)}"
+    return _shuffled(found, whole, tolerance)
+
+
+def _shuffled(found: Tensor, whole: Tensor, tolerance: float) -> str | None:
+    """Say that a tensor holds the reference's very values, elsewhere."""
+    left, right = found.reshape(-1).sort().values, whole.reshape(-1).sort().values
+    off = float((left - right).norm())
+    if left.numel() < 4 or off > tolerance or off > 1e-3 * float((found - whole).norm()):
+        return None
+    return "with its elements in another order (a transpose or reshape is missing or doubled)"
+
+
+def flat_offset(exhibit: Exhibit, row: Row) -> Cause | None:
+    """`layout`: the update is what other places of the flattened parameters get."""
+    rows = [r for r in exhibit.stage_rows("parameters") if exhibit.locals(r)]
+    updates, starts, at = [], {}, 0
+    for each in rows:
+        before = before_step(exhibit, each)
+        if before is None:
+            return None
+        starts[each.name] = at
+        updates.append((exhibit.reference(each) - before).reshape(-1))
+        at += updates[-1].numel()
+    found, before = exhibit.assembled(row), before_step(exhibit, row)
+    if found is None or before is None or row.name not in starts or at > 1 << 22:
+        return None
+    flat, own = torch.cat(updates), (found - before).reshape(-1)
+    tolerance = 4.0 * exhibit.tolerance(row)
+    if own.numel() < 2 or float(own.norm()) <= 8.0 * tolerance:
+        return None
+    probe = int(own.abs().argmax())
+    for place in ((flat - own[probe]).abs() <= tolerance).nonzero().flatten().tolist():
+        start = place - probe
+        if start < 0 or start + own.numel() > at or start == starts[row.name]:
+            continue
+        if float((flat[start : start + own.numel()] - own).norm()) <= tolerance:
+            shift = start - starts[row.name]
+            text = (
+                f"{row.name} got the update of other elements: offset by {shift} in the flattened "
+                f"parameters (buffer offsets or gather order are wrong)"
+            )
+            names = names_of(exhibit.mismatches("parameters"))
+            return cause("layout", text, tensors=names, ranks=row.ranks)
     return None
 
 
@@ -166,8 +209,9 @@ def precision(exhibit: Exhibit, row: Row) -> Cause | None:
 
 def _went_through(values: list[Tensor], kind: torch.dtype, whole: Tensor) -> bool:
     """Say whether every value is one of a lower precision, and the reference's are not."""
+    # One number is one of bfloat16 by chance once in 65,536 times.
     total = sum(value.numel() for value in values)
-    if total < 8:
+    if kind != torch.bfloat16 and total < 8:
         return False
     rounded = whole.to(kind).to(torch.float64)
     if float((rounded - whole).abs().max()) == 0.0:

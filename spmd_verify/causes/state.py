@@ -35,7 +35,9 @@ def _seen_text(argument: Argument) -> str:
     """Say which slices were never seen, seen too often, or altered."""
     unit = "sample" if argument.dim == 0 else f"index of dim {argument.dim}"
     missing, doubled = argument.missing(), argument.doubled()
-    said = []
+    said = [
+        f"{argument.reached()} slices reach forward on all ranks, the batch has {argument.size}"
+    ]
     seen = argument.size - len(missing)
     if missing:
         which = f"{unit} {rows_text(missing)}"
@@ -59,6 +61,12 @@ def initial(exhibit: Exhibit, row: Row) -> Cause | None:
     rows = exhibit.mismatches("initial_state", 0)
     names = names_of(rows)
     detail = "not the single-device model's"
+    wrong = _wrong_ranks(exhibit, row)
+    who = (
+        f" (wrong on {ranks_text(wrong)})"
+        if wrong and len(wrong) < len(exhibit.locals(row))
+        else ""
+    )
     if exhibit.copies_differ(row):
         axes = [axis for axis in exhibit.wide_axes if _differs_along(exhibit, row, axis)]
         detail = f"not the same on all ranks of {', '.join(axes) or 'the mesh'}"
@@ -66,7 +74,7 @@ def initial(exhibit: Exhibit, row: Row) -> Cause | None:
         repeated = _repeated(exhibit, row)
         if repeated:
             detail = repeated
-    text = f"{listed(names)}: {detail} before step 0 (rank-dependent initialisation)"
+    text = f"{listed(names)}: {detail} before step 0{who} (rank-dependent initialisation)"
     return cause("initial", text, ranks=row.ranks, tensors=names)
 
 

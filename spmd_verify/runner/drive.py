@@ -14,7 +14,12 @@ from typing import Any
 import torch
 
 from spmd_verify.case import LoadedCase
-from spmd_verify.compare import Statistics, compare, hyper_parameter_differences
+from spmd_verify.compare import (
+    Statistics,
+    compare,
+    fitting_parts,
+    hyper_parameter_differences,
+)
 from spmd_verify.errors import SpmdVerifyError
 from spmd_verify.layouts import region
 from spmd_verify.runner.dumping import DumpTaker
@@ -62,6 +67,7 @@ class Drive:
         self.dump = dump
         self.steps = case.steps if steps is None else steps
         self.mesh_shape = tuple(context.axes.values())
+        self.is_anchored = self.steps > 1
         self.statistics: list[Statistics] = []
         self.notes: list[str] = []
 
@@ -93,7 +99,14 @@ class Drive:
         anchored = self.style.build(self.case, self.context)
         self._step(anchored, 0, "anchored")
         for index in range(1, self.steps):
-            anchor(anchored, self.store, index, self.mesh_shape)
+            unknown = anchor(anchored, self.store, index, self.mesh_shape)
+            if unknown:
+                self.is_anchored = False
+                self.notes.append(
+                    f"no anchored run: nobody says which part of {', '.join(unknown[:3])} a rank "
+                    f"holds, so it cannot be restored; the free run decides alone"
+                )
+                return
             self._compare("anchored", index, self._step(anchored, index, "anchored"))
             self._compare_carried(anchored, index)
 
@@ -153,7 +166,7 @@ class Drive:
             self._compare("free", last, {"eval_outputs": outputs})
 
 
-def anchor(run: StyleRun, store: Store, index: int, mesh_shape: tuple[int, ...]) -> None:
+def anchor(run: StyleRun, store: Store, index: int, mesh_shape: tuple[int, ...]) -> list[str]:
     """Write the reference's state before step `index` into a run, in place.
 
     Tensors the reference does not know are left alone; so is state the style has not made.
@@ -163,22 +176,30 @@ def anchor(run: StyleRun, store: Store, index: int, mesh_shape: tuple[int, ...])
         store: The reference.
         index: >= 1.
         mesh_shape: Ranks along each axis.
+
+    Returns:
+        What could not be restored, because its layout is unknown.
     """
+    unknown = []
     for stage, tensors in run.state().items():
         for name, seen in tensors.items():
-            if store.entry(index - 1, stage, name) is not None:
-                _write(seen, store, (index - 1, stage, name), mesh_shape)
+            if store.entry(index - 1, stage, name) is None:
+                continue
+            if not _write(seen, store, (index - 1, stage, name), mesh_shape):
+                unknown.append(name)
     optimizers = run.optimizers()
     if optimizers:
         restore_hyper_parameters(optimizers, store.index.hyper_parameters[index])
+    return unknown
 
 
 def _write(
     seen: Observed, store: Store, key: tuple[int, str, str], mesh_shape: tuple[int, ...]
-) -> None:
+) -> bool:
     """Copy each coordinate's part of a stored tensor into the live local one.
 
-    A tensor that several ranks share in lockstep is written once.
+    A tensor that several ranks share in lockstep is written once. False where the part is
+    not known.
     """
     entry = store.entry(*key)
     assert entry is not None, "the caller has asked for it"
@@ -188,8 +209,15 @@ def _write(
             if id(local) in written:
                 continue
             written.add(id(local))
-            part = region(entry.shape, seen.layout, mesh_shape, coordinate)
-            local.copy_(store.expected(*key, part))
+            fitting = (
+                fitting_parts(entry.shape, mesh_shape, coordinate, local)
+                if seen.layout is None
+                else [region(entry.shape, seen.layout, mesh_shape, coordinate)]
+            )
+            if len(fitting) != 1 or fitting[0].shape != tuple(local.shape):
+                return False
+            local.copy_(store.expected(*key, fitting[0]))
+    return True
 
 
 def _initial_state(run: StyleRun) -> dict[str, Observed]:

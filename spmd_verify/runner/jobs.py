@@ -154,7 +154,7 @@ def run_cell(context: Context, payload: bytes) -> bytes:
             collectives=dict(facts.get("collectives", {})),
             captures=int(facts.get("captures", 0)),
             notes=[*run.notes, *facts.get("notes", ())],
-            facts=dict(facts.get("facts", {})),
+            facts={**facts.get("facts", {}), "is_anchored": run.is_anchored},
         )
     )
 
@@ -220,7 +220,7 @@ def judge_cell(_context: Context, payload: bytes) -> bytes:
         Store(request.cell.store_path),
         statistics,
         axes=request.cell.axes,
-        is_anchored=request.cell.case.steps > 1,
+        is_anchored=all(report.facts.get("is_anchored") for report in reports),
     )
     return encode(_cell(request, reports, judgement))
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 import signal
 import sys
+import tempfile
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence

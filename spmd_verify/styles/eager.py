@@ -277,15 +277,17 @@ class EagerRun:
     def _observed(self, stage: str, name: str, values: list[Tensor]) -> Observed:
         """Return tensors of one name with their layout.
 
-        Gradients and state follow their parameter where they have its local shape; state of
-        another shape, such as a step counter, is whole.
+        Gradients and state follow their parameter where they have its local shape; numbers,
+        such as a step counter, are whole; of state of other shapes nobody says what it is.
         """
         local, layout = local_part(values[0], self.mesh, self.axes)
         locals_ = [local, *(local_part(value, self.mesh, self.axes)[0] for value in values[1:])]
         if layout is None and stage in ("gradients", "clipping", "parameters", "buffers"):
             layout = self._plain_layout(name, local)
         elif layout is None and stage == "optimizer_state":
-            layout = self._plain_layout(name, local) or (WHOLE,) * len(self.axes)
+            layout = self._plain_layout(name, local)
+            if layout is None and not local.ndim:
+                layout = (WHOLE,) * len(self.axes)
         return Observed(locals_, layout, [self.coordinate] * len(locals_))
 
     def _plain_layout(self, name: str, local: Tensor) -> Any:
