@@ -134,7 +134,8 @@ def put(cell: Cell, probe: Cell) -> None:
             "stage": first.stage,
             "tensor": first.tensor,
         }
-    if cause is not None:
+    # Beside a cell that fails by itself no cause of the probe's was looked for.
+    if cause is not None and not (cause.kind == "unexplained" and cell.verdict == "mismatch"):
         found["cause"] = {
             key: value
             for key in ("kind", "text", "residual", "axis", "factor", "remedy")
