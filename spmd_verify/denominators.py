@@ -37,11 +37,14 @@ class _Divisors(TorchDispatchMode):
         return result
 
 
-def denominators(exhibit: Exhibit, weights: Sequence[float]) -> list[float] | None:
+def denominators(
+    exhibit: Exhibit, pieces: Sequence[Piece], weights: Sequence[float]
+) -> list[float] | None:
     """Return each piece's denominator: what its step divides by, where that is in proportion.
 
     Args:
         exhibit: The cell.
+        pieces: Parts of the batch.
         weights: How much each piece counts in the reference.
 
     Returns:
@@ -49,7 +52,7 @@ def denominators(exhibit: Exhibit, weights: Sequence[float]) -> list[float] | No
     """
     if abs(math.fsum(weights) - 1.0) > 1e-4 or min(weights) < -1e-6:
         return None
-    seen = [_divisors(exhibit, piece) for piece in exhibit.pieces]
+    seen = [_divisors(exhibit, piece) for piece in pieces]
     if len({len(each) for each in seen}) == 1:
         for candidate in zip(*seen, strict=True):
             total = math.fsum(candidate)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Final
 
+import torch
+
 from spmd_verify import causes, per_rank
 from spmd_verify.causes import words
 from spmd_verify.causes.forward import affected, explained
@@ -70,7 +72,7 @@ class Examination:
             names = list(dict.fromkeys([first.name, *affected(self.exhibit)]))
             found = self.last_resort(first) or cause(
                 "unexplained",
-                f"no known cause fits {words.listed(names)}",
+                f"no known cause fits {words.listed(names)} on {self.mesh_text()}",
                 best,
                 ranks=first.ranks,
                 tensors=names,
@@ -94,6 +96,9 @@ class Examination:
                 if why is not None:
                     row.verdict, row.cause = str(Verdict.ROUNDING), None
                     row.unknown["explained"] = why
+            elif row.stage == "gradients" and self.is_clipped_by_hand(row):
+                row.verdict, row.cause = str(Verdict.ROUNDING), None
+                row.unknown["explained"] = "it is the clipped gradient"
             elif row.stage == "inputs" and not self.is_wrong_input(row):
                 row.verdict, row.cause = str(Verdict.ROUNDING), None
                 row.unknown["explained"] = "ranks see the slices of the global input, each alike"
@@ -104,6 +109,15 @@ class Examination:
         self.find_missing_gradients()
         settle(self.cell.tensors)
         return _first(self.cell.tensors)
+
+    def is_clipped_by_hand(self, row: Row) -> bool:
+        """Say whether a gradient is torch's clipped one, read after the style's own clipping."""
+        exhibit = self.exhibit
+        if exhibit.store.entry(row.step, "clipping", row.name) is None or not exhibit.is_known(row):
+            return False
+        found = exhibit.assembled(row)
+        after = exhibit.store.exact(row.run, row.step, "clipping", row.name).to(torch.float64)
+        return found is not None and float((found - after).norm()) <= exhibit.tolerance(row)
 
     def find_missing_gradients(self) -> None:
         """Count a gradient that is None where its parameter moves wrongly as a mismatch."""
@@ -178,6 +192,10 @@ class Examination:
         size = self.exhibit.case.batch_size
         axes = self.exhibit.axes
         return any(size % n for axis, n in axes.items() if self.exhibit.is_data_axis(axis))
+
+    def mesh_text(self) -> str:
+        """Return the mesh, `dp=2,tp=2`."""
+        return ",".join(f"{axis}={size}" for axis, size in self.exhibit.axes.items())
 
     def part_sizes(self) -> list[str]:
         """Return how many samples each rank has."""

@@ -14,10 +14,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from spmd_verify.case import LoadedCase
+from spmd_verify.compare import digest, layouts
 from spmd_verify.dump import Dump
-from spmd_verify.layouts import Coordinate, Region, partial_axes, region, take_region
+from spmd_verify.layouts import (
+    Coordinate,
+    Region,
+    partial_axes,
+    put_region,
+    region,
+    take_region,
+)
+from spmd_verify.members import map_batch
 from spmd_verify.norms import as_real
 from spmd_verify.part_runs import PartRuns, Term
 from spmd_verify.parts import rank_part
@@ -28,6 +38,8 @@ from spmd_verify.style_ids import DATA_AXES
 from spmd_verify.trajectory import StepRecord
 from spmd_verify.verdict import Verdict, limit
 
+# Samples of a batch that are run one by one.
+MOST_SAMPLES = 32
 _MISMATCH = str(Verdict.MISMATCH)
 
 
@@ -80,6 +92,7 @@ class Exhibit:
         """Index the rows."""
         self.shape = tuple(self.axes.values())
         self.by_key = {(r.run, r.step, r.stage, r.name): r for r in self.rows}
+        self._guesses: dict[tuple[str, int, str, str], dict[Coordinate, Region]] = {}
         self._locals: dict[tuple[str, int, str, str], dict[Coordinate, Tensor]] = {}
 
     # -- rows --------------------------------------------------------------------------------
@@ -88,13 +101,19 @@ class Exhibit:
         """Return the rows of a stage that are mismatches in the step."""
         at = self.step if step is None else step
         return [
-            r for r in self.rows if r.stage == stage and r.step == at and r.verdict == _MISMATCH
+            r
+            for r in self.rows
+            if r.stage == stage and r.step == at and r.verdict == _MISMATCH and self.is_known(r)
         ]
 
     def stage_rows(self, stage: str, step: int | None = None) -> list[Row]:
         """Return all rows of a stage of the step."""
         at = self.step if step is None else step
-        return [r for r in self.rows if r.stage == stage and r.step == at]
+        return [r for r in self.rows if r.stage == stage and r.step == at and self.is_known(r)]
+
+    def is_known(self, row: Row) -> bool:
+        """Say whether one device has the tensor at all."""
+        return self.store.entry(row.step, row.stage, row.name) is not None
 
     def is_right(self, stage: str, name: str | None = None) -> bool:
         """Say whether a stage, or one tensor of it, has no mismatch in the step."""
@@ -134,14 +153,33 @@ class Exhibit:
         ]
 
     def region(self, row: Row, coordinate: Coordinate) -> Region | None:
-        """Return what a rank's tensor is of the global one; None where nobody says."""
+        """Return what a rank's tensor is of the global one; None where nothing fits."""
         text = f"{row.run}|{row.step}|{row.stage}|{row.name}"
         layout = self.dump.layout(text, coordinate)
-        if layout is None or partial_axes(layout):
-            local = self.locals(row)[coordinate]
-            whole = tuple(local.shape) == tuple(row.shape)
-            return Region(tuple(((0, n),) for n in row.shape)) if whole else None
-        return region(row.shape, layout, self.shape, coordinate)
+        if layout is not None and not partial_axes(layout):
+            return region(row.shape, layout, self.shape, coordinate)
+        return self._guessed(row).get(coordinate)
+
+    def _guessed(self, row: Row) -> dict[Coordinate, Region]:
+        """Return the parts that undeclared tensors are closest to, one layout for all ranks."""
+        key = (row.run, row.step, row.stage, row.name)
+        if key in self._guesses:
+            return self._guesses[key]
+        held, whole = self.locals(row), self.reference(row)
+        best: tuple[float, dict[Coordinate, Region]] = (math.inf, {})
+        for layout in layouts(row.shape, self.shape):
+            parts = {at: region(row.shape, layout, self.shape, at) for at in held}
+            if any(parts[at].shape != tuple(local.shape) for at, local in held.items()):
+                continue
+            # Right parts count first: a fault of some ranks must not hide what the layout is.
+            errors = [
+                float((local - take_region(whole, parts[at])).norm()) for at, local in held.items()
+            ]
+            wrong = sum(error > self.tolerance(row) for error in errors)
+            found = (wrong + math.tanh(math.fsum(errors)), parts)
+            best = min(best, found, key=lambda each: each[0])
+        self._guesses[key] = best[1]
+        return best[1]
 
     def regions(self, row: Row) -> dict[Region, list[Coordinate]]:
         """Return the ranks that hold each part."""
@@ -258,7 +296,8 @@ class Exhibit:
         Every piece counts with a weight in the reference; see `weights`.
         """
         found = []
-        for at in self.distinct_parts:
+        several = [at for at in self.distinct_parts if self.seen.calls(at) > 1]
+        for at in several or self.distinct_parts:
             calls = self.seen.calls(at)
             if calls < 2:
                 found.append(Piece(at, 0, self.part_batches[at], self.part_records[at]))
@@ -273,9 +312,27 @@ class Exhibit:
         return found
 
     @cached_property
+    def samples(self) -> list[Piece]:
+        """Return what each sample of the batch gives alone; empty for large batches."""
+        size = self.case.batch_size_of(self.batch)
+        found = []
+        for i in range(size if 1 < size <= MOST_SAMPLES else 0):
+            batch = map_batch(self.case, self.batch, lambda leaf, dim, i=i: leaf.narrow(dim, i, 1))
+            record = self.runs.record(batch)
+            if record is None:
+                return []
+            owner = next((at for at in self.part_batches), ())
+            found.append(Piece(owner, i, batch, record))
+        return found
+
+    @cached_property
     def weights(self) -> list[float] | None:
         """Return the weights with which the pieces' gradients give the reference's, if any do."""
-        parts = [piece.record["gradients"] for piece in self.pieces]
+        return self.weights_of(self.pieces)
+
+    def weights_of(self, pieces: Sequence[Piece]) -> list[float] | None:
+        """Return the weights with which the gradients of some pieces give the reference's."""
+        parts = [piece.record["gradients"] for piece in pieces]
         if len(parts) < 2:
             return [1.0] if parts else None
         names = self.store.names(self.step, "gradients")
@@ -332,17 +389,12 @@ def _flat(value: Tensor | None, like: Tensor) -> Tensor:
 
 def _digest(batch: Any) -> str:
     """Return what tells two parts of a batch apart."""
-    from torch.utils import _pytree as pytree
-
-    from spmd_verify.compare import digest
-
     leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     return "/".join(digest(leaf) for leaf in leaves)
 
 
 def _put(value: Tensor, part: Region, local: Tensor) -> None:
     """Write a part into a global tensor."""
-    from spmd_verify.layouts import put_region
 
     put_region(value, part, local)
 

@@ -7,7 +7,7 @@ which runner it came from.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -73,6 +73,7 @@ def judge(
     *,
     axes: Mapping[str, int],
     is_anchored: bool = True,
+    adjust: Callable[[list[Row]], None] | None = None,
 ) -> Judgement:
     """Judge one cell.
 
@@ -81,9 +82,12 @@ def judge(
         statistics: Of all ranks, both runs, all steps.
         axes: Mesh axes in mesh order, `{name: ranks}`.
         is_anchored: False where anchoring was switched off: the free run decides alone.
+        adjust: Looks at the rows before anything is concluded from them, in place.
     """
     judging = _Judging(store, by_tensor(statistics), axes, is_anchored)
     rows = judging.rows()
+    if adjust is not None:
+        adjust(rows)
     settle(rows)
     if is_anchored and _is_anchoring_to_blame(judging, rows):
         judging = _Judging(store, judging.statistics, axes, is_anchored=False)
@@ -184,7 +188,9 @@ class _Judging:
         """Return rows of tensors that only one side has, and of gradients that neither has."""
         found = []
         for (own_run, own_step, own_stage, name), entries in self.statistics.items():
-            if (own_run, own_step, own_stage) != (run, step, stage) or name in known:
+            # Hyper-parameters are compared before the steps of the free run.
+            runs = (run, "free") if stage == "inputs" else (run,)
+            if own_run not in runs or (own_step, own_stage) != (step, stage) or name in known:
                 continue
             is_own = entries[0].problem == NO_SUCH_TENSOR
             if is_own and (stage in _OPTIONAL or stage in ("optimizer_state", "buffers")):
@@ -323,6 +329,8 @@ class _Judging:
         row.cause = find_cause(evidence)
         if merged.copies_differ:
             row.unknown["copies_differ"] = True
+        if merged.problems:
+            row.unknown["problem"] = merged.problems[0]
         return row
 
     def reduce_losses(self, entry: Entry, run: str, merged: Merged) -> None:

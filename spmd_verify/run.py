@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Final, Protocol
 
-from spmd_verify import record as records
+import spmd_verify.record as records
 from spmd_verify.address import expand
 from spmd_verify.errors import RankError, SpmdVerifyError
 from spmd_verify.examiner import Examiner

@@ -102,6 +102,8 @@ class SeenInputs:
             argument = _recognised(wholes, calls, case.input_batch_dims.get(name))
             if argument is not None:
                 found[name] = argument
+        if not found:
+            found = _by_first_output(case, store, dump, run, step)
         return cls(case, found)
 
     def part(self, batch: Any, coordinate: Coordinate, call: int | None = None) -> Any:
@@ -139,10 +141,47 @@ class SeenInputs:
 
         return map_leaves(self.case, batch, change)
 
+    def samples(self, coordinate: Coordinate) -> list[int]:
+        """Return which samples a rank's forwards saw; empty where that is unknown."""
+        for path, argument in self.arguments.items():
+            if argument.is_known and argument.dim == self.case.input_batch_dims.get(path):
+                return [index for index in argument.indices[coordinate] if index is not None]
+        return []
+
     def calls(self, coordinate: Coordinate) -> int:
         """Return how often a rank's forward was called; 0 where that is unknown."""
         known = [a for a in self.arguments.values() if a.is_known and coordinate in a.lengths]
         return max((len(argument.lengths[coordinate]) for argument in known), default=0)
+
+
+def _by_first_output(
+    case: LoadedCase, store: Store, dump: Dump, run: str, step: int
+) -> dict[str, Argument]:
+    """Recognise samples by the first module's outputs, where the root's forward never ran."""
+    for name in store.names(step, "module_outputs"):
+        entry = store.entry(step, "module_outputs", name)
+        assert entry is not None, "it was listed"
+        if _CALL.search(name) or not entry.shape or entry.shape[0] != case.batch_size:
+            continue
+        whole = store.exact(run, step, "module_outputs", name).to(torch.float64).flatten(1)
+        calls = _calls(dump, f"{run}|{step}|module_outputs|{name}")
+        if not calls or any(
+            t.shape[1:] != tuple(entry.shape[1:]) for c in calls.values() for t in c
+        ):
+            continue
+        floor = entry.floors[run].noise if run in entry.floors else 0.0
+        indices: dict[Coordinate, tuple[int | None, ...]] = {}
+        for coordinate, locals_ in calls.items():
+            near = torch.cdist(torch.cat(locals_).to(torch.float64).flatten(1), whole)
+            best = near.min(dim=1)
+            indices[coordinate] = tuple(
+                int(i) if float(d) <= 4.0 * floor else None
+                for d, i in zip(best.values, best.indices, strict=True)
+            )
+        lengths = {at: tuple(t.shape[0] for t in locals_) for at, locals_ in calls.items()}
+        argument = Argument(0, case.batch_size, indices, lengths)
+        return {name: argument} if argument.is_known else {}
+    return {}
 
 
 def _calls(dump: Dump, key: str) -> dict[Coordinate, list[Tensor]]:

@@ -24,12 +24,15 @@ FORWARD: Final[Sequence[Hypothesis]] = (
     patterns.layout,
     forward.whole_factor,
     forward.position,
+    forward.coupled_samples,
     patterns.precision,
 )
 LOSS: Final[Sequence[Hypothesis]] = (
     forward.random_stream,
     gradients.mean_of_means,
     gradients.cross_sample,
+    forward.shard_as_sequence,
+    gradients.mean_of_sample_means,
     forward.additive_loss,
     forward.whole_factor,
     forward.unreduced_output,
@@ -45,10 +48,12 @@ GRADIENTS: Final[Sequence[Hypothesis]] = (
     shards.missing_reduction,
     gradients.own_data,
     gradients.mean_of_means,
+    gradients.mean_of_sample_means,
     gradients.weighted_ranks,
     shards.doubled_rows,
     gradients.loss_term,
     patterns.layout,
+    gradients.random_stream,
     gradients.cross_sample,
     patterns.precision,
     shards.position,
@@ -92,6 +97,8 @@ _UPSTREAM: Final = ("inputs", "module_outputs", "loss")
 
 def find(exhibit: Exhibit, row: Row) -> Cause | None:
     """Return the cause of the first divergence, None where no hypothesis holds."""
+    if not exhibit.is_known(row) and row.stage != "inputs":
+        return state.only_here(exhibit, row)
     for hypothesis in BY_STAGE.get(row.stage, ()):
         found = hypothesis(exhibit, row)
         if found is not None:

@@ -28,15 +28,9 @@ def batch_statistics(exhibit: Exhibit, row: Row) -> Cause | None:
     if not _is_own_part(exhibit, row):
         return _other_statistics(exhibit, row, kind)
     is_norm = kind is not None and "Norm" in kind
-    if not is_norm and exhibit.is_chance_open:
-        return None
     layer = f"{row.name} ({kind})" if kind else row.name
     if not is_norm and not _has_statistics(exhibit, row.name):
-        text = (
-            f"{layer} couples samples: on every rank it gives what that rank's part of the "
-            f"batch gives alone, not its rows of the whole batch's"
-        )
-        return cause("cross_sample", text, tensors=[row.name, *affected(exhibit)], ranks=row.ranks)
+        return None
     text = (
         f"{layer} normalises with each rank's own batch statistics: forward equals that of the "
         f"rank's part of the batch alone"
@@ -51,15 +45,27 @@ def batch_statistics(exhibit: Exhibit, row: Row) -> Cause | None:
     )
 
 
+def coupled_samples(exhibit: Exhibit, row: Row) -> Cause | None:
+    """`cross_sample`: an output is what this rank's part of the batch gives alone."""
+    if exhibit.is_chance_open or not _is_own_part(exhibit, row):
+        return None
+    if not any(exhibit.is_data_axis(axis) for axis in exhibit.wide_axes):
+        return None
+    kind = _module_kind(exhibit, row.name)
+    layer = f"{row.name} ({kind})" if kind else row.name
+    text = (
+        f"{layer} couples samples: on every rank it gives what that rank's part of the batch over "
+        f"{', '.join(exhibit.wide_axes)} gives alone, not its rows of the whole batch's"
+    )
+    return cause("cross_sample", text, tensors=[row.name, *affected(exhibit)], ranks=row.ranks)
+
+
 def _other_statistics(exhibit: Exhibit, row: Row, kind: str | None) -> Cause | None:
     """Say that a normalisation used other statistics: an output off by scale and shift only."""
     if kind is None or "Norm" not in kind:
         return None
-    found, whole = _by_shape(exhibit, row), exhibit.reference(row)
-    first = next(iter(exhibit.locals(row).values()), None)
-    if first is not None and first.shape == whole.shape:
-        found = first
-    if found is None or found.shape != whole.shape or found.ndim < 2:
+    found, whole = exhibit.assembled(row), exhibit.reference(row)
+    if found is None or found.ndim < 2:
         return None
     size = len(next(iter(exhibit.locals(row).values())))
     left = right = 0.0
@@ -154,24 +160,8 @@ def _masks_differ(exhibit: Exhibit, row: Row) -> bool:
         return False
     found, whole = exhibit.assembled(row), exhibit.reference(row)
     if found is None:
-        found, whole = _by_shape(exhibit, row), whole
-    if found is None or found.shape != whole.shape:
         return False
     return bool(((found == 0) != (whole == 0)).any())
-
-
-def _by_shape(exhibit: Exhibit, row: Row) -> Tensor | None:
-    """Return ranks' outputs one after the other, where that gives the global shape."""
-    parts = list(exhibit.locals(row).values())
-    whole = tuple(exhibit.reference(row).shape)
-    for dim in range(len(whole)):
-        try:
-            joined = torch.cat(parts, dim)
-        except (RuntimeError, IndexError):
-            continue
-        if tuple(joined.shape) == whole:
-            return joined
-    return None
 
 
 def _masks_alike(exhibit: Exhibit, row: Row) -> str:
@@ -226,12 +216,8 @@ def _times_text(k: float, exhibit: Exhibit) -> str:
 
 def _excess(exhibit: Exhibit, row: Row) -> Tensor | None:
     """Return candidate minus reference of a module output, sharded rows in place."""
-    whole = exhibit.reference(row)
-    first = next(iter(exhibit.locals(row).values()), None)
-    if first is None:
-        return None
-    found = first if first.shape == whole.shape else _by_shape(exhibit, row)
-    return None if found is None or found.shape != whole.shape else found - whole
+    found = exhibit.assembled(row)
+    return None if found is None else found - exhibit.reference(row)
 
 
 def unreduced_output(exhibit: Exhibit, row: Row) -> Cause | None:
@@ -358,9 +344,7 @@ def position(exhibit: Exhibit, row: Row) -> Cause | None:
     """`position`: the first rank is right, later ones or boundary rows are wrong."""
     held, whole = exhibit.locals(row), exhibit.reference(row)
     tolerance = 4.0 * exhibit.tolerance(row)
-    regions = {part: at for part, at in exhibit.regions(row).items()} or _guessed_regions(
-        exhibit, row
-    )
+    regions = exhibit.regions(row)
     wrong, right = [], []
     for part, coordinates in regions.items():
         local = held[coordinates[0]]
@@ -377,30 +361,34 @@ def position(exhibit: Exhibit, row: Row) -> Cause | None:
         )
         tensors = [row.name, *affected(exhibit)]
         return cause("position", text, tensors=tensors, ranks=sorted(wrong))
+    summed = _some_rows_of_sum(exhibit, row, tolerance)
+    if summed is not None:
+        return summed
     found = _excess(exhibit, row)
     if found is None or found.ndim < 2:
         return None
     return _boundary(exhibit, row, found, tolerance)
 
 
-def _guessed_regions(exhibit: Exhibit, row: Row) -> dict:  # type: ignore[type-arg]
-    """Return consecutive parts of the first dim along which the ranks' outputs fit."""
-    from spmd_verify.layouts import Region
-
-    held, whole = exhibit.locals(row), tuple(row.shape)
-    for dim in range(len(whole)):
-        sizes = [local.shape[dim] if local.ndim == len(whole) else -1 for local in held.values()]
-        if sum(sizes) != whole[dim] or min(sizes) < 0:
-            continue
-        start, found = 0, {}
-        for (coordinate, _), size in zip(held.items(), sizes, strict=True):
-            spans = tuple(
-                ((start, start + size),) if d == dim else ((0, n),) for d, n in enumerate(whole)
-            )
-            found[Region(spans)] = [coordinate]
-            start += size
-        return found
-    return {}
+def _some_rows_of_sum(exhibit: Exhibit, row: Row, tolerance: float) -> Cause | None:
+    """Say that the sum over an axis is right for some rows: a lookup with local offsets."""
+    held, whole = exhibit.locals(row), exhibit.reference(row)
+    if whole.ndim < 2 or any(local.shape != whole.shape for local in held.values()):
+        return None
+    for axis in exhibit.wide_axes:
+        for line in exhibit.lines(axis, held):
+            for value in (torch.stack([held[at] for at in line]).sum(0), held[line[0]]):
+                off = (value - whole).flatten(0, -2).norm(dim=1) > tolerance
+                if not bool(off.any()) or bool(off.all()):
+                    continue
+                text = (
+                    f"{row.name}: what the ranks of {axis} look up is right for some indices and "
+                    f"wrong for {int(off.sum())} of {off.numel()}: a rank other than rank 0 uses "
+                    f"indices local to its shard instead of global ones (offset of the vocabulary)"
+                )
+                tensors = [row.name, *affected(exhibit)]
+                return cause("position", text, tensors=tensors, ranks=row.ranks, axis=axis)
+    return None
 
 
 def _rows_of(exhibit: Exhibit, row: Row, regions: dict, tolerance: float) -> str:  # type: ignore[type-arg]
@@ -443,6 +431,20 @@ def _boundary(exhibit: Exhibit, row: Row, excess: Tensor, tolerance: float) -> C
     return None
 
 
+def shard_as_sequence(exhibit: Exhibit, row: Row) -> Cause | None:
+    """`position`: each rank's loss takes its shard of the sequence for a whole one."""
+    axes = [axis for axis in exhibit.wide_axes if not exhibit.is_data_axis(axis)]
+    if not axes or not _is_own_part(exhibit, row) or exhibit.weights is not None:
+        return None
+    over = ", ".join(axes)
+    text = (
+        f"{row.name}: each rank of {over} computes it as if its shard were the whole sequence: "
+        f"labels, positions or masks that cross a shard border are lost"
+    )
+    tensors = [row.name, *affected(exhibit)]
+    return cause("position", text, tensors=tensors, ranks=row.ranks, axis=axes[0])
+
+
 def explained(exhibit: Exhibit, row: Row) -> str | None:
     """Say how a differing output is right after all, None where nothing explains it.
 
@@ -481,8 +483,12 @@ def rows_found(exhibit: Exhibit, row: Row) -> bool:
                                   for v in values]) for values in (wholes, parts))  # fmt: skip
         if max(len(right), len(left)) > MOST_SLICES:
             continue
-        nearest = torch.cdist(left, right).min(dim=1).values
-        if float(nearest.max()) <= tolerance:
+        # Both ways: a slice that no rank has is as wrong as one that nobody should have.
+        near = torch.cdist(left, right)
+        if (
+            max(float(near.min(dim=1).values.max()), float(near.min(dim=0).values.max()))
+            <= tolerance
+        ):
             return True
     return False
 

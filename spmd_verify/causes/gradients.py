@@ -19,17 +19,19 @@ from spmd_verify.causes.words import (
     ranks_text,
 )
 from spmd_verify.denominators import denominators
-from spmd_verify.exhibit import Exhibit, fit, part_of
+from spmd_verify.exhibit import Exhibit, Piece, fit, part_of
 from spmd_verify.layouts import Coordinate
 from spmd_verify.norms import as_real
 from spmd_verify.record import Cause, Row
 
 
-def part_gradients(exhibit: Exhibit, row: Row) -> list[Tensor]:
+def part_gradients(
+    exhibit: Exhibit, row: Row, pieces: Sequence[Piece] | None = None
+) -> list[Tensor]:
     """Return the gradient that each piece of the batch gives alone, global [...]."""
     whole = exhibit.reference(row)
     found = []
-    for piece in exhibit.pieces:
+    for piece in exhibit.pieces if pieces is None else pieces:
         value = piece.record["gradients"].get(row.name)
         found.append(torch.zeros_like(whole) if value is None else as_real(value).to(torch.float64))
     return found
@@ -197,10 +199,12 @@ def is_own_data(exhibit: Exhibit, row: Row) -> bool:
     return bool(factors) and max(factors) - min(factors) < 1e-3 * abs(factors[0])
 
 
-def _counted(exhibit: Exhibit, row: Row) -> list[float] | None:
-    """Return how each part's gradient counts in the candidate, None where they do not explain."""
+def _counted(
+    exhibit: Exhibit, row: Row, pieces: Sequence[Piece] | None = None
+) -> list[float] | None:
+    """Return how each piece's gradient counts in the candidate, None where they do not explain."""
     found = exhibit.assembled(row)
-    parts = part_gradients(exhibit, row)
+    parts = part_gradients(exhibit, row, pieces)
     if found is None or len(parts) < 2 or exhibit.copies_differ(row):
         return None
     tolerance = 4.0 * exhibit.tolerance(row)
@@ -218,38 +222,67 @@ def _even(found: Tensor, parts: Sequence[Tensor], tolerance: float) -> list[floa
 
 def mean_of_means(exhibit: Exhibit, row: Row) -> Cause | None:
     """`mean_of_means`: per-rank means averaged although their denominators differ."""
-    weights = exhibit.weights
+    return _equal_weights(exhibit, row, exhibit.pieces, exhibit.weights, "rank")
+
+
+def mean_of_sample_means(exhibit: Exhibit, row: Row) -> Cause | None:
+    """`mean_of_means`: the mean is taken per sample first, though samples count unequally."""
+    pieces = exhibit.samples
+    weights = exhibit.weights_of(pieces) if len(pieces) > 1 else None
+    return _equal_weights(exhibit, row, pieces, weights, "sample")
+
+
+def _equal_weights(
+    exhibit: Exhibit,
+    row: Row,
+    pieces: Sequence[Piece],
+    weights: Sequence[float] | None,
+    unit: str,
+) -> Cause | None:
+    """Say that pieces count alike in the candidate though they should not."""
     if weights is None or len(weights) < 2 or _spread(weights) < 1e-6:
         return None
+    scale = 1.0
     if row.stage == "loss":
-        return _mean_of_losses(exhibit, row, weights)
-    counted = _counted(exhibit, row)
-    if counted is None or _spread(counted) > 1e-3 * max(map(abs, counted)):
-        return None
-    return _means_cause(exhibit, row, weights, counted[0] * len(weights))
+        if not _is_mean_of_losses(exhibit, row, pieces, unit):
+            return None
+    else:
+        counted = _counted(exhibit, row, pieces)
+        if counted is None or _spread(counted) > 1e-3 * max(map(abs, counted)):
+            return None
+        scale = counted[0] * len(weights)
+    return _means_cause(exhibit, row, pieces, weights, scale, unit)
 
 
-def _mean_of_losses(exhibit: Exhibit, row: Row, weights: Sequence[float]) -> Cause | None:
-    """Say that the loss is each rank's own mean over its pieces, or the plain mean of all."""
+def _is_mean_of_losses(exhibit: Exhibit, row: Row, pieces: Sequence[Piece], unit: str) -> bool:
+    """Say whether the loss is each rank's own mean over its pieces, or the plain mean of all."""
     own: dict[Coordinate, list[float]] = {}
-    for piece in exhibit.pieces:
+    for piece in pieces:
         value = _loss(piece.record)
         if value is None:
-            return None
+            return False
         own.setdefault(piece.coordinate, []).append(value)
-    everything = [value for values in own.values() for value in values]
+    if unit == "sample":
+        own = _by_rank(exhibit, pieces)
+    everything = [_loss(piece.record) or 0.0 for piece in pieces]
     # A piece without valid labels is 0 / 0 on one device; a style may make it 0.
     mean = math.fsum(v for v in everything if v == v) / len(everything)
     values = {at: float(v.reshape(-1)[0]) for at, v in exhibit.locals(row).items()}
     tolerance = 4.0 * exhibit.tolerance(row)
     is_own = all(
-        any(_same(value, math.fsum(v) / len(v), tolerance) for v in own.values())
+        any(_same(value, math.fsum(v) / len(v), tolerance) for v in own.values() if v)
         for value in values.values()
     )
-    is_mean = all(abs(value - mean) <= tolerance for value in values.values())
-    if not (is_own or is_mean):
-        return None
-    return _means_cause(exhibit, row, weights, 1.0)
+    return is_own or all(abs(value - mean) <= tolerance for value in values.values())
+
+
+def _by_rank(exhibit: Exhibit, samples: Sequence[Piece]) -> dict[Coordinate, list[float]]:
+    """Return the losses of the samples that each rank has."""
+    found: dict[Coordinate, list[float]] = {}
+    for at in exhibit.distinct_parts:
+        rows = exhibit.seen.samples(at)
+        found[at] = [_loss(samples[i].record) or 0.0 for i in rows if i < len(samples)]
+    return found
 
 
 def _same(value: float, own: float, tolerance: float) -> bool:
@@ -266,20 +299,28 @@ def _loss(record: Mapping[str, Mapping[str, Tensor]]) -> float | None:
 
 
 def _means_cause(
-    exhibit: Exhibit, row: Row, weights: Sequence[float], scale: float
+    exhibit: Exhibit,
+    row: Row,
+    pieces: Sequence[Piece],
+    weights: Sequence[float],
+    scale: float,
+    unit: str,
 ) -> Cause | None:
     """Return the cause with the denominators of all pieces; None where they are no counts."""
-    counts = denominators(exhibit, weights)
+    counts = denominators(exhibit, pieces, weights)
     if counts is None:
         return None
     names = names_of(exhibit.mismatches("gradients"))
-    shown = ", ".join(f"rank {r}: {n:g}" for r, n in zip(part_ranks(exhibit), counts, strict=True))
+    labels = [f"rank {exhibit.rank_of(piece.coordinate)}" for piece in pieces]
+    if unit == "sample":
+        labels = [f"sample {i}" for i in range(len(pieces))]
+    shown = ", ".join(f"{label}: {n:g}" for label, n in zip(labels, counts, strict=True))
     plain = " and ".join(f"{n:g}" for n in counts)
     total = math.fsum(counts)
     times = "" if abs(scale - 1.0) < 1e-3 else f" (times {number(scale)})"
     text = (
-        f"mean of per-rank means over unequal denominators{times}: rank denominators {plain} "
-        f"({shown}{_by_axis(exhibit, counts)}); the reference divides by {total:g}, equal weights "
+        f"mean of per-{unit} means over unequal denominators{times}: {unit} denominators {plain} "
+        f"({shown}{_by_axis(exhibit, pieces, counts)}); the reference divides by {total:g}, equal weights "
         f"1/{len(weights)} are used instead of {', '.join(f'{n:g}/{total:g}' for n in counts)}; "
         f"affected: {listed(names)}"
     )
@@ -292,12 +333,12 @@ def _means_cause(
     )
 
 
-def _by_axis(exhibit: Exhibit, counts: Sequence[float]) -> str:
+def _by_axis(exhibit: Exhibit, pieces: Sequence[Piece], counts: Sequence[float]) -> str:
     """Return the denominators added up by the index on every axis where these differ."""
     said = []
     for at, axis in enumerate(exhibit.axes):
         sums: dict[int, float] = {}
-        for piece, n in zip(exhibit.pieces, counts, strict=True):
+        for piece, n in zip(pieces, counts, strict=True):
             index = piece.coordinate[at]
             sums[index] = sums.get(index, 0.0) + n
         if len(exhibit.wide_axes) > 1 and len(set(sums.values())) > 1:
@@ -359,8 +400,9 @@ def _same_ratios(exhibit: Exhibit, row: Row, ratios: Sequence[float]) -> bool:
 def cross_sample(exhibit: Exhibit, row: Row) -> Cause | None:
     """`cross_sample`: the mean of per-rank losses of a loss that couples samples."""
     weights = exhibit.weights
-    is_separable = weights is not None and denominators(exhibit, weights) is not None
-    if is_separable or len(exhibit.distinct_parts) < 2 or exhibit.is_chance_open:
+    if len(exhibit.distinct_parts) < 2 or exhibit.is_chance_open or not _is_split_by_data(exhibit):
+        return None
+    if weights is not None and denominators(exhibit, exhibit.pieces, weights) is not None:
         return None
     if row.stage == "loss":
         own = [_loss(exhibit.part_records[at]) for at in exhibit.distinct_parts]
@@ -392,6 +434,29 @@ def cross_sample(exhibit: Exhibit, row: Row) -> Cause | None:
         tensors=list(dict.fromkeys(names)),
         ranks=row.ranks,
         remedy="Gather the samples of all ranks, with gradients, before the loss",
+    )
+
+
+def random_stream(exhibit: Exhibit, row: Row) -> Cause | None:
+    """`random_stream`: forward is right, the gradient vanishes its difference without chance."""
+    if exhibit.experiments.get("no_random") is not True:
+        return None
+    names = names_of(exhibit.mismatches(row.stage))
+    text = (
+        f"{listed(names)}: the difference vanishes when nothing random is drawn: backward (a "
+        f"recomputation, or another rank) draws other random numbers than forward"
+    )
+    return cause("random_stream", text, tensors=names, ranks=row.ranks)
+
+
+def _is_split_by_data(exhibit: Exhibit) -> bool:
+    """Say whether ranks have other samples, not other parts of the same ones."""
+    axes = list(exhibit.axes)
+    first = exhibit.distinct_parts[0]
+    return any(
+        exhibit.is_data_axis(axis) and at[i] != first[i]
+        for at in exhibit.distinct_parts
+        for i, axis in enumerate(axes)
     )
 
 
@@ -445,6 +510,11 @@ def clip_factor(exhibit: Exhibit) -> float | None:
     Seen where the step clips by hand: autograd's gradients and those the optimizer gets
     differ by one factor below 1.
     """
+    torchs = exhibit.store.entry(exhibit.step, "clipping", "clip_factor")
+    if torchs is not None:
+        # The candidate's gradients are read after a clipping of its own where it shows none.
+        is_shown = any(exhibit.locals(r) for r in exhibit.stage_rows("clipping"))
+        return None if is_shown or torchs.value is None else torchs.value
     raw = exhibit.raw_gradients
     factors = []
     for name in exhibit.store.names(exhibit.step, "gradients"):
@@ -469,8 +539,10 @@ def clipped(exhibit: Exhibit, row: Row) -> Cause | None:
     rows = exhibit.mismatches("gradients")
     names = names_of(rows)
     found = [factor_of(exhibit, r) for r in rows]
+    # Rows are judged against torch's unclipped gradients where the reference clips by torch.
+    shift = right if exhibit.store.entry(exhibit.step, "clipping", "clip_factor") else 1.0
     if all(each is not None for each in found):
-        factors = [each[0] for each in found if each is not None]
+        factors = [each[0] / shift for each in found if each is not None]
         if _spread(factors) <= 1e-3 * abs(factors[0]):
             k = factors[0]
             said, axis = meaning(1.0 / k, 1e-4, exhibit.axes)
@@ -482,10 +554,11 @@ def clipped(exhibit: Exhibit, row: Row) -> Cause | None:
             return cause("norm_clip", text, tensors=names, factor=k, axis=axis, ranks=row.ranks)
     by_rank = _rank_factors(exhibit, row)
     if by_rank is not None:
-        shown = ", ".join(f"rank {r}: {number(k)} x" for r, k in by_rank.items())
+        shown = ", ".join(f"rank {r}: {number(k / shift)} x" for r, k in by_rank.items())
         text = (
             f"{listed(names)}: right before clipping, after it each rank's gradients have a "
-            f"factor of their own ({shown}): every rank clips by the norm of its own part"
+            f"factor of their own ({shown}): every rank clips by the norm of its own part, not "
+            f"reduced over {', '.join(exhibit.wide_axes)}"
         )
         return cause("norm_clip", text, tensors=names, ranks=row.ranks)
     counted = _counted(exhibit, row)
@@ -553,7 +626,11 @@ def clipping(exhibit: Exhibit, row: Row) -> Cause | None:
     k = factors[0][0] if factors else None
     if k is not None:
         details.append(f"the gradients are {number(k)} x the reference after it")
-    text = f"right before clipping, wrong after it: {'; '.join(details) or listed(names)}"
+    over = ", ".join(f"{axis}={exhibit.axes[axis]}" for axis in exhibit.wide_axes)
+    text = (
+        f"right before clipping, wrong after it: {'; '.join(details) or listed(names)}: what is "
+        f"sharded or replicated over {over} counts wrongly in the norm"
+    )
     return cause("norm_clip", text, tensors=[*names_of(rows), *_parameters(exhibit)],
                  ranks=row.ranks, factor=k)  # fmt: skip
 

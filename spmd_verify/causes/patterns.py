@@ -30,7 +30,7 @@ def layout(exhibit: Exhibit, row: Row) -> Cause | None:
     if how is None:
         return None
     rows = [r for r in exhibit.mismatches(row.stage) if r.name == row.name or _also(exhibit, r)]
-    text = f"{row.name} equals the reference {how}"
+    text = f"{row.name} equals the reference {how}, over {', '.join(exhibit.wide_axes)}"
     return cause("layout", text, ranks=row.ranks, tensors=names_of(rows))
 
 
@@ -191,7 +191,7 @@ def precision(exhibit: Exhibit, row: Row) -> Cause | None:
             )
             return cause("precision", text, ranks=row.ranks, tensors=names)
     relative = _relative(exhibit, row)
-    if relative is not None and row.stage != "initial_state":
+    if relative is not None and row.stage in ("module_outputs", "loss", "gradients"):
         for dtype, kind in LOWER.items():
             eps = torch.finfo(kind).eps
             if row.dtype not in LOWER and 0.02 * eps <= relative <= 1.0 * eps:

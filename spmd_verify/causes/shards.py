@@ -197,6 +197,6 @@ def position(exhibit: Exhibit, row: Row) -> Cause | None:
         said.append(f"rows {rows_text(extra)} get one though one device gives them none")
     text = (
         f"{row.name}: {'; '.join(said)}: indices (positions, vocabulary or padding) are local "
-        f"to a rank instead of global"
+        f"to a rank of {', '.join(exhibit.wide_axes)} instead of global"
     )
     return cause("position", text, tensors=[row.name], ranks=sorted(owners))

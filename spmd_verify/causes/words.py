@@ -33,9 +33,8 @@ def listed(names: Sequence[str]) -> str:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Return `rank 1` or `ranks 1, 3`."""
-    found = sorted(set(ranks))
-    return f"rank{'s' if len(found) != 1 else ''} {', '.join(map(str, found))}"
+    """Return `rank 1` or `rank 1, rank 3`."""
+    return ", ".join(f"rank {rank}" for rank in sorted(set(ranks)))
 
 
 def rows_text(rows: Sequence[int]) -> str:
@@ -60,19 +59,19 @@ def meaning(k: float, tolerance: float, axes: Mapping[str, int]) -> tuple[str, s
     """
     if abs(k) <= tolerance:
         return "it is zero", None
-    for name, size in axes.items():
-        if size < 2:
-            continue
+    for size in dict.fromkeys(size for size in axes.values() if size > 1):
+        names = [name for name, own in axes.items() if own == size]
+        ranks = f"the {size} ranks of {' or '.join(names)}"
         for text, value in (
-            (f"the {size} ranks of {name}", float(size)),
-            (f"1 / the {size} ranks of {name}", 1.0 / size),
-            (f"the square root of the {size} ranks of {name}", math.sqrt(size)),
-            (f"1 / the square root of the {size} ranks of {name}", 1.0 / math.sqrt(size)),
-            (f"the square of the {size} ranks of {name}", float(size) ** 2),
-            (f"1 / the square of the {size} ranks of {name}", float(size) ** -2),
+            (ranks, float(size)),
+            (f"1 / {ranks}", 1.0 / size),
+            (f"the square root of {ranks}", math.sqrt(size)),
+            (f"1 / the square root of {ranks}", 1.0 / math.sqrt(size)),
+            (f"the square of {ranks}", float(size) ** 2),
+            (f"1 / the square of {ranks}", float(size) ** -2),
         ):
             if abs(k / value - 1.0) <= tolerance:
-                return text, name
+                return text, names[0]
     ratio = Fraction(k).limit_denominator(64)
     if ratio and abs(k / float(ratio) - 1.0) <= tolerance:
         return f"{ratio.numerator}/{ratio.denominator}" if ratio.denominator > 1 else str(

@@ -146,7 +146,12 @@ class Drive:
         """Compare learning rates and the like before a step of the free run."""
         values = hyper_parameters(run.optimizers())
         self.statistics += hyper_parameter_differences(
-            self.store, values, run="free", step=index, coordinate=self.context.coordinates[0]
+            self.store,
+            values,
+            run="free",
+            step=index,
+            coordinate=self.context.coordinates[0],
+            groups=run.parameter_groups(),
         )
 
     def _evaluate(self, run: StyleRun) -> None:

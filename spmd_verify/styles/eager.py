@@ -26,7 +26,7 @@ from spmd_verify.single import labels
 from spmd_verify.styles.base import Observation, Observed, StyleContext
 from spmd_verify.styles.inference import Ambiguous, infer
 from spmd_verify.styles.local_parts import is_distributed, is_wrapper, local_part
-from spmd_verify.trajectory import flatten, optimizers_of
+from spmd_verify.trajectory import flatten, optimizers_of, parameter_groups
 
 # A second tensor of one name on this rank, see `observe.Observer`.
 _COPY: Final = re.compile(r"@\d+$")
@@ -185,6 +185,17 @@ class EagerRun:
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers; their groups are live."""
         return optimizers_of(self.optimizer)
+
+    def parameter_groups(self) -> list[list[str]] | None:
+        """Return the parameters of every group; None where the optimizer holds other tensors."""
+        if self.names.foreign(self.model, self.optimizer):
+            return None
+        names = {
+            id(tensor): name
+            for name, tensors in self.names.parameters(self.model).items()
+            for tensor in tensors
+        }
+        return parameter_groups(names, self.optimizer)
 
     def evaluate(self, batch: Any) -> Mapping[str, Observed] | None:
         """Run one eval forward on this rank's part."""
