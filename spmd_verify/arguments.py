@@ -79,6 +79,8 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     add = how.add_argument
     add("--runner", help="processes or lockstep (default: processes)")
     add("--timeout", type=float, metavar="SECONDS", help="per cell (default: 300)")
+    add("--probe", action=argparse.BooleanOptionalAction, help="judge a plain SGD step beside the "
+        "case's optimizer (default: not for engine styles)")  # fmt: skip
     add("--max-ranks", type=int, help="largest mesh (default: 16 for processes, 4096 for lockstep)")
     add("--log-dir", metavar="DIR", help="where rank logs go (default: a temporary folder)")
     shown = parser.add_argument_group("what to show")
@@ -166,6 +168,7 @@ def flag_settings(arguments: argparse.Namespace) -> dict[str, Any]:
         "max-ranks": arguments.max_ranks,
         "log-dir": arguments.log_dir,
         "strict": arguments.strict,
+        "probe": arguments.probe,
     }
     return {key: value for key, value in given.items() if value is not None}
 

@@ -52,6 +52,7 @@ KEYS: Final[dict[str, Callable[[Any], Any]]] = {
     "max-ranks": int,
     "log-dir": _text,
     "strict": _truth,
+    "probe": _truth,
 }
 
 

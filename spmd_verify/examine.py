@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from spmd_verify import causes
+from spmd_verify import causes, per_rank
 from spmd_verify.causes import words
 from spmd_verify.causes.forward import affected, explained
 from spmd_verify.causes.words import cause
@@ -64,6 +64,7 @@ class Examination:
         if first is None:
             return ExamineReport(encode(self.cell))
         found = self.reported_value(first) or causes.find(self.exhibit, first)
+        found = per_rank.relabel(self.exhibit, self.cell, first, found)
         wanted = ""
         if found is None:
             wanted = self.wanted(first)

@@ -49,7 +49,10 @@ class Examiner:
     def examined(self, spec: CellSpec, cell: Cell) -> Cell:
         """Return the cell with its cause; as it was where it cannot be run again."""
         assert cell.first_divergence is not None, "only failing cells are examined"
-        folder = os.path.join(self.run.work_dir, f"dump-{len(self.run.record.cells)}")
+        folder = os.path.join(
+            self.run.work_dir,
+            f"dump-{os.path.basename(spec.store_path)}-{len(self.run.record.cells)}",
+        )
         again = msgspec.structs.replace(
             spec, dump_path=folder, last_step=cell.first_divergence.step
         )

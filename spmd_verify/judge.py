@@ -31,6 +31,8 @@ from spmd_verify.verdict import (
 
 # Stages a style may leave out: nothing is concluded from their absence.
 _OPTIONAL = frozenset({"inputs", "module_outputs", "clipping"})
+# Where a number may be one of the rank's own part: the loss, also as what a module returns.
+_PER_RANK = frozenset({"module_outputs", "loss", "eval_outputs"})
 _SIGNAL_STAGES = ("gradients", "parameters")
 
 
@@ -220,7 +222,7 @@ class _Judging:
         if not entries:
             return self.absent(entry, run)
         merged = merge(entry.shape, entries)
-        if stage in ("loss", "eval_outputs") and merged.values and not merged.is_exact:
+        if stage in _PER_RANK and merged.values and not merged.is_exact:
             self.reduce_losses(entry, run, merged)
         floor = entry.floors.get(run, FloorInfo(noise=0.0, scale=0.0))
         row = self.measured(entry, run, merged, floor)
@@ -436,7 +438,8 @@ def mark_downstream(rows: list[Row], first: Row | None) -> None:
     """Name the first divergence in every later mismatch, in place."""
     for row in rows:
         row.downstream_of = None
-        if first is not None and row is not first and row.verdict == Verdict.MISMATCH:
+        is_wrong = row.verdict in (Verdict.MISMATCH, Verdict.SEMANTIC)
+        if first is not None and row is not first and is_wrong:
             row.downstream_of = f"step {first.step}, {first.stage}, {first.name}"
 
 

@@ -94,6 +94,8 @@ class Options:
         match: Glob over cell ids `case/style`; None selects all (`-k`).
         stop_at_first: Stop after the first cell that fails (`-x`).
         strict: `undetermined` and `not_exercised` rows fail too.
+        probe: Whether a plain SGD step is judged beside the case's optimizer; None: under
+            styles that train real modules.
         exit_zero: Exit 0 where the table says 1.
         explain: Print how the case was discovered.
         list_only: Print what would run, run nothing.
@@ -117,6 +119,7 @@ class Options:
     match: str | None = None
     stop_at_first: bool = False
     strict: bool = False
+    probe: bool | None = None
     exit_zero: bool = False
     explain: bool = False
     list_only: bool = False

@@ -68,11 +68,16 @@ class PartRuns:
         """Prepare builds."""
         self.device = SingleDevice(self.case)
 
-    def record(self, batch: Any) -> StepRecord | None:
-        """Return everything of one step on a batch, float64; None where it cannot be run."""
+    def record(self, batch: Any, draws: CaseDtypeDraws | None = None) -> StepRecord | None:
+        """Return everything of one step on a batch, float64; None where it cannot be run.
+
+        Args:
+            batch: The batch.
+            draws: Casts and traces what the step draws instead of the usual mode.
+        """
         try:
             model, optimizer = self._prepared()
-            with self._around():
+            with self._around(draws):
                 found = observed_step(self.device.twin)(model, optimizer, self._cast(batch))
             return {**found, **snapshot(model, optimizer)}
         except Exception:  # noqa: BLE001 - user code on a batch nobody tried
@@ -157,12 +162,12 @@ class PartRuns:
         }
 
     @contextmanager
-    def _around(self) -> Iterator[None]:
+    def _around(self, draws: CaseDtypeDraws | None = None) -> Iterator[None]:
         """Run a step from its seed, drawing in the case's dtype."""
         self.case.seed_step(self.step)
         with ExitStack() as stack:
-            if self.case.dtype != torch.float64:
-                stack.enter_context(CaseDtypeDraws(self.case.dtype))
+            if draws is not None or self.case.dtype != torch.float64:
+                stack.enter_context(draws or CaseDtypeDraws(self.case.dtype))
             stack.enter_context(self.device.twin.factory_mode())
             yield
 

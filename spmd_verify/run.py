@@ -20,6 +20,7 @@ from spmd_verify.errors import RankError, SpmdVerifyError
 from spmd_verify.examiner import Examiner
 from spmd_verify.exit_codes import fails
 from spmd_verify.options import MeshSpec, Options, check_rank_limit
+from spmd_verify.prober import Prober
 from spmd_verify.record import CaseInfo, Cell, Record
 from spmd_verify.runner.failures import Failure
 from spmd_verify.runner.folders import LogFolder, work_folder
@@ -120,6 +121,7 @@ def _settings(options: Options) -> dict[str, object]:
         "timeout_seconds": options.timeout_seconds,
         "runner": options.runner,
         "strict": options.strict,
+        "probe": options.probe,
         "overrides": dict(options.overrides),
         "limits": {f"{dtype}/{norm}": c for (dtype, norm), c in LIMITS.items()},
     }
@@ -166,14 +168,15 @@ class _Run:
                 return
             self.runner.prepare(options.meshes[0].num_ranks)
             store_path = os.path.join(self.work_dir, f"store-{len(self.record.cells)}")
-            self._make_reference(case, store_path)
+            reference = self._make_reference(case, store_path)
         except SpmdVerifyError as error:
             if is_only:
                 raise
             self._add_wrong_case(address, styles, error)
             return
+        prober = Prober(self, case, report, reference)
         for mesh, style in self._cells(styles, report):
-            self._judge_style(case, style, mesh, store_path)
+            self._judge_style(self._spec(case, style, mesh, store_path), prober)
             if self.is_stopped:
                 return
 
@@ -204,7 +207,7 @@ class _Run:
             if match is None or fnmatchcase(f"{address}/{style}", match):
                 yield style
 
-    def _make_reference(self, case: CaseSpec, store_path: str) -> None:
+    def _make_reference(self, case: CaseSpec, store_path: str) -> ReferenceReport:
         """Run the case on one device and store what it computes."""
         spec = ReferenceSpec(case, store_path)
         report = decode(self.ask_solo(REFERENCE_JOB, encode(spec)), ReferenceReport)
@@ -212,6 +215,7 @@ class _Run:
             self.progress.note(f"{case.address}: {note}")
         notes = self.record.unknown.setdefault("notes", {})
         notes[case.address] = report.notes
+        return report
 
     def ask_solo(self, function: str, payload: bytes) -> bytes:
         """Run a job in the reference worker.
@@ -230,13 +234,14 @@ class _Run:
             answer.reraise()
         return answer[0]
 
-    def _judge_style(self, case: CaseSpec, style: str, mesh: MeshSpec, store_path: str) -> None:
-        """Run and judge one cell and put it into the record."""
-        spec = self._spec(case, style, mesh, store_path)
-        self.progress.started(f"{case.address}/{style} on {spec.mesh}")
-        answer = self.runner.run_cell(spec, self._heartbeat(style))
+    def _judge_style(self, spec: CellSpec, prober: Prober) -> None:
+        """Run, judge and probe one cell and put it into the record."""
+        self.progress.started(f"{spec.case.address}/{spec.style} on {spec.mesh}")
+        answer = self.runner.run_cell(spec, self._heartbeat(spec.style))
         if isinstance(answer, CellEvidence):
-            self._add(self.judged(spec, answer))
+            cell = self.judged(spec, answer)
+            prober.probe(spec, cell)
+            self._add(cell)
         else:
             self._add(self._failed(spec, answer))
 

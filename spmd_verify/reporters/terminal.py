@@ -48,11 +48,17 @@ def _table(record: Record) -> str:
     """Return the table of cells; with a column for the case where there are several."""
     has_cases = len({cell.case for cell in record.cells}) > 1
     has_dtypes = len({cell.dtype for cell in record.cells}) > 1
+    has_probes = any("probe" in cell.unknown for cell in record.cells)
     headers = ["case"] * has_cases + ["dtype"] * has_dtypes + [*_HEADERS, "fallbacks"]
     lines = [
         [cell.case] * has_cases + [cell.dtype] * has_dtypes + _cell_line(cell)
         for cell in record.cells
     ]
+    if has_probes:
+        at = headers.index("verdict") + 1
+        headers.insert(at, "sgd probe")
+        for cell, line in zip(record.cells, lines, strict=True):
+            line.insert(at, str(cell.unknown.get("probe", {}).get("verdict", _NOTHING)))
     return str(tabulate(lines, headers=headers, disable_numparse=True))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import nn
 
 from spmd_verify import noise, styles
 from spmd_verify.case import LoadedCase, load_case
@@ -39,7 +40,7 @@ from spmd_verify.single import make_reference
 from spmd_verify.store import Store, write_store
 from spmd_verify.styles.base import Style, StyleContext, mesh_coordinates
 from spmd_verify.styles.user import mesh_of
-from spmd_verify.trajectory import named_parameters
+from spmd_verify.trajectory import named_parameters, optimizers_of
 
 
 @job
@@ -68,6 +69,7 @@ def describe_case(context: Context, payload: bytes) -> bytes:
             meshes={
                 name: mesh for name in case.user_styles if (mesh := mesh_of(case, name)) is not None
             },
+            setups=[name for name, hooks in case.hooks.styles.items() if hooks.setup is not None],
         )
     )
 
@@ -87,7 +89,8 @@ def write_reference(context: Context, payload: bytes) -> bytes:
     context.note("noise runs")
     measured = noise.measure(device, reference)
     context.note("writing the reference")
-    parameters = named_parameters(device.build()[0])[0]
+    model, optimizer = device.build()
+    parameters = named_parameters(model)[0]
     write_store(
         Path(spec.store_path),
         reference,
@@ -95,7 +98,25 @@ def write_reference(context: Context, payload: bytes) -> bytes:
         dtype=spec.case.dtype,
         trainable=[name for name, tensor in parameters.items() if tensor.requires_grad],
     )
-    return encode(ReferenceReport(notes=_reference_notes(reference, measured)))
+    return encode(
+        ReferenceReport(
+            notes=_reference_notes(reference, measured),
+            is_sgd=all(type(each) is torch.optim.SGD for each in optimizers_of(optimizer)),
+            is_stepped=_is_stepped(case, model, optimizer),
+        )
+    )
+
+
+def _is_stepped(case: LoadedCase, model: nn.Module, optimizer: Any) -> bool:
+    """Say whether a step steps the optimizer it is given; only asked where SGD stands in."""
+    if case.overrides.get("optimizer") != "sgd":
+        return True
+    calls: list[object] = []
+    for single in optimizers_of(optimizer):
+        single.register_step_post_hook(lambda *_: calls.append(None))
+    case.seed_step(0)
+    case.step(model, optimizer, case.batch(0))
+    return bool(calls)
 
 
 def _reference_notes(reference: Any, measured: noise.Noise) -> list[str]:

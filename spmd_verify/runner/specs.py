@@ -51,6 +51,7 @@ class CaseReport(msgspec.Struct, frozen=True):
         discovered: What was found for every hook.
         environment: Versions and machine, for the record.
         meshes: What `mesh_NAME()` says, by style.
+        setups: Styles whose `setup_NAME` builds the optimizer.
     """
 
     path: str
@@ -59,6 +60,7 @@ class CaseReport(msgspec.Struct, frozen=True):
     discovered: dict[str, str]
     environment: dict[str, str]
     meshes: dict[str, dict[str, int]] = {}
+    setups: list[str] = []
 
 
 class ReferenceSpec(msgspec.Struct, frozen=True):
@@ -73,9 +75,13 @@ class ReferenceReport(msgspec.Struct, frozen=True):
 
     Attributes:
         notes: What a reader should know: runs dropped, float64 absent, islands.
+        is_sgd: Whether the case trains with `torch.optim.SGD` only.
+        is_stepped: Whether a step steps the optimizer that the case builds.
     """
 
     notes: list[str]
+    is_sgd: bool = False
+    is_stepped: bool = True
 
 
 class CellSpec(msgspec.Struct, frozen=True):

@@ -103,8 +103,11 @@ class Style(Protocol):
         runners: The runners that can run it.
     """
 
-    name: str
-    runners: frozenset[str]
+    @property
+    def name(self) -> str: ...  # noqa: D102 - above
+
+    @property
+    def runners(self) -> frozenset[str]: ...  # noqa: D102 - above
 
     def build(self, case: LoadedCase, context: StyleContext) -> StyleRun:
         """Build model, optimizer and parallel step on this rank, or on all in lockstep.

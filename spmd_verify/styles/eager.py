@@ -41,8 +41,11 @@ class Recipe(Protocol):
             `semantic`, not `mismatch`.
     """
 
-    name: str
-    is_per_rank: bool
+    @property
+    def name(self) -> str: ...  # noqa: D102 - above
+
+    @property
+    def is_per_rank(self) -> bool: ...  # noqa: D102 - above
 
     def apply(self, case: LoadedCase, model: nn.Module, mesh: Any) -> tuple[nn.Module, Any]:
         """Return the parallel model, and its optimizer where the style builds its own."""
@@ -94,13 +97,21 @@ class EagerStyle:
         Raises:
             Unsupported: Under lockstep, which has no ranks; an ambiguous layout.
         """
+        self.check_runner(context)
+        return EagerRun(self.recipe, case, context)
+
+    def check_runner(self, context: StyleContext) -> None:
+        """Refuse lockstep.
+
+        Raises:
+            Unsupported: `needs-processes`.
+        """
         if context.is_lockstep:
             raise Unsupported(
                 f"{self.name} trains real modules with real collectives, which lock-step has "
                 f"not. Use --runner processes",
                 slug="needs-processes",
             )
-        return EagerRun(self.recipe, case, context)
 
 
 class EagerRun:
@@ -118,6 +129,7 @@ class EagerRun:
         self.names = Names(model)
         self.argument_names = positional_names(model)
         self.is_entered = True
+        self.extra_notes: list[str] = []
         whole = {
             name: tensors[0].detach().clone()
             for kind in (self.names.parameters(model), self.names.buffers(model))
@@ -128,6 +140,9 @@ class EagerRun:
         self.model, optimizer = recipe.apply(case, model, self.mesh)
         self.optimizer = case.optimizer(self.model) if optimizer is None else optimizer
         self.layouts = self._layouts(whole)
+        self.optimizer_steps = 0
+        for single in self.optimizers():
+            single.register_step_post_hook(self._on_optimizer_step)
 
     def step(self, index: int, batch: Any) -> Observation:
         """Run one training step; see `StyleRun.step`."""
@@ -207,14 +222,21 @@ class EagerRun:
             "facts": {
                 "wrappers": wrappers,
                 "is_entered": self.is_entered,
+                "is_per_rank": self.recipe.is_per_rank,
+                "optimizer_steps": self.optimizer_steps,
                 "foreign": self.names.foreign(self.model, self.optimizer),
                 "optimizers": [type(single).__name__ for single in self.optimizers()],
                 "layouts": {name: describe(layout) for name, (layout, _) in self.layouts.items()},
             },
         }
 
+    def _on_optimizer_step(self, *_: Any) -> None:
+        """Count the steps of optimizers."""
+        self.optimizer_steps += 1
+
     def _notes(self) -> Iterator[str]:
         """Say what was inferred, and what of the optimizer is not the model's."""
+        yield from self.extra_notes
         inferred = {
             name: describe(layout)
             for name, (layout, is_inferred) in self.layouts.items()
@@ -289,16 +311,18 @@ class EagerRun:
 
     def _part(self, batch: Any) -> Any:
         """Return this rank's part of a global batch, where the model is."""
-        part = rank_part(
-            self.case,
-            self.recipe.name,
-            self.axes,
-            self.coordinate,
-            batch,
-            self.recipe.checked_part,
-        )
-        device = self.context.device
-        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), part)
+        return part_of(self.recipe, self.case, self.context, batch)
+
+
+def part_of(recipe: Recipe, case: LoadedCase, context: StyleContext, batch: Any) -> Any:
+    """Return this rank's part of a global batch, where the model is.
+
+    Raises:
+        Unsupported: The recipe does not take parts of this size.
+    """
+    at = context.coordinates[0]
+    part = rank_part(case, recipe.name, context.axes, at, batch, recipe.checked_part)
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(context.device), part)
 
 
 def refuse_uneven(style: str, path: str, size: int, axis: str, ranks: int) -> None:
