@@ -15,11 +15,11 @@ from spmd_verify.causes.forward import affected, explained
 from spmd_verify.causes.words import cause
 from spmd_verify.dump import read
 from spmd_verify.exhibit import Exhibit
-from spmd_verify.judge import mark_downstream, settle
 from spmd_verify.record import Cause, Cell, FirstDivergence, Row
 from spmd_verify.runner.jobs import loaded
 from spmd_verify.runner.specs import ExamineReport, ExamineRequest, decode, encode
 from spmd_verify.runner.worker import Context, job
+from spmd_verify.settling import mark_downstream, settle
 from spmd_verify.store import Store
 from spmd_verify.verdict import STAGES, Verdict
 
@@ -156,8 +156,8 @@ class Examination:
         shown = "" if worst is None else f": {worst.actual:.9g}, should be {worst.expected:.9g}"
         whose = self.whose_value(first)
         text = (
-            f"{first.name} as reported differs{shown}{whose}, while every gradient and parameter agrees: "
-            f"a reporting fault, not a training fault"
+            f"{first.name} as reported differs{shown}{whose}, while every gradient and parameter "
+            f"agrees: a reporting fault, not a training fault"
         )
         return cause("reported_value", text, tensors=[first.name], ranks=first.ranks)
 

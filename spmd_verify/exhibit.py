@@ -139,14 +139,14 @@ class Exhibit:
         key = (run or row.run, row.step if step is None else step, row.stage, row.name)
         if key not in self._locals:
             text = "|".join(map(str, key))
-            held = self.dump.locals(text) if text in self.dump.keys() else {}
+            held = self.dump.locals(text) if text in self.dump else {}
             self._locals[key] = {at: as_real(local).to(torch.float64) for at, local in held.items()}
         return self._locals[key]
 
     def called(self, stage: str, base: str) -> list[dict[Coordinate, Tensor]]:
-        """Return what ranks held of every call of a module, whether one device had the call or not."""
+        """Return what ranks held of every call of a module, one device had or not."""
         prefix = f"{self.run}|{self.step}|{stage}|{base}"
-        keys = [key for key in self.dump.keys() if key.partition("#")[0] == prefix]
+        keys = [key for key in self.dump if key.partition("#")[0] == prefix]
         return [
             {at: as_real(local).to(torch.float64) for at, local in self.dump.locals(key).items()}
             for key in keys

@@ -18,6 +18,7 @@ from spmd_verify.compare import NO_SUCH_TENSOR, Statistics
 from spmd_verify.merge import Merged, TensorKey, by_tensor, merge
 from spmd_verify.record import Cause, Exercised, FirstDivergence, Row, WorstTensor
 from spmd_verify.rows import Fit, blank_row, count, growth, ratio_of, worst_row
+from spmd_verify.settling import mark_downstream, settle
 from spmd_verify.store import Entry, FloorInfo, Store
 from spmd_verify.verdict import (
     ANCHORED_STAGES,
@@ -127,8 +128,6 @@ def judge(
 
 # Stages whose tensors a style may hold in parts that nobody declared.
 _LAYOUTLESS: Final = ("inputs", "module_outputs", "eval_outputs", "optimizer_state")
-# Stages that localise a fault and never make one alone.
-_LOCALISING: Final = ("inputs", "module_outputs")
 _OWN_STATE: Final = (
     "anchoring is switched off: the style keeps state of its own that restoring parameters and "
     "optimizer state does not reach; the free run decides alone"
@@ -371,76 +370,6 @@ class _Judging:
         if row.verdict == Verdict.UNDETERMINED:
             return math.prod(row.shape)
         return int(row.unknown.get("undetermined_elements", 0))
-
-
-def settle(rows: list[Row]) -> None:
-    """Let inputs and module outputs be a mismatch only where a later stage of the step is one.
-
-    In place. Alone they say nothing: a style may feed and compute otherwise and be right.
-    """
-    _settle_gradients(rows)
-    confirmed = {
-        row.step for row in rows if row.verdict == Verdict.MISMATCH and row.stage not in _LOCALISING
-    }
-    for row in rows:
-        if row.stage not in _LOCALISING or row.step in confirmed:
-            continue
-        if row.verdict == Verdict.MISMATCH:
-            row.verdict, row.cause = Verdict.UNDETERMINED, None
-            row.unknown["reason"] = "it differs, but nothing computed from it does"
-
-
-def _settle_gradients(rows: list[Row]) -> None:
-    """Let a gradient be no mismatch where everything computed from it is right, in place.
-
-    A style may leave gradients of parts it does not own unreduced, or reduce them elsewhere.
-    What the optimizer did with them shows: state and parameter, and the norm that clips.
-    """
-    wrong = {
-        (row.step, _owner(row)) for row in rows if row.verdict == Verdict.MISMATCH
-        and row.stage in ("optimizer_state", "parameters")
-    }  # fmt: skip
-    right = {
-        (row.step, row.name)
-        for row in rows
-        if row.stage == "parameters" and row.verdict in (Verdict.EXACT, Verdict.ROUNDING)
-    }
-    norms = {
-        row.step
-        for row in rows
-        if row.stage == "clipping"
-        and row.name in ("total_norm", "clip_factor")
-        and row.verdict == Verdict.MISMATCH
-    }
-    steps = {step for step, _ in right}
-    for row in rows:
-        if row.stage not in ("gradients", "clipping") or row.verdict != Verdict.MISMATCH:
-            continue
-        later = [step for step in steps if step >= row.step]
-        is_right = all(
-            (step, row.name) in right and (step, row.name) not in wrong for step in later
-        )
-        if is_right and later and not norms:
-            row.verdict, row.cause = Verdict.UNDETERMINED, None
-            row.unknown["reason"] = (
-                "it differs as read before the step, but state and parameter computed from it are "
-                "right: it is not what the optimizer used, or the optimizer hides it; a probe with "
-                "SGD decides"
-            )
-
-
-def _owner(row: Row) -> str:
-    """Return the parameter that a row of state or parameters is about."""
-    return row.name.rpartition(".")[0] if row.stage == "optimizer_state" else row.name
-
-
-def mark_downstream(rows: list[Row], first: Row | None) -> None:
-    """Name the first divergence in every later mismatch, in place."""
-    for row in rows:
-        row.downstream_of = None
-        is_wrong = row.verdict in (Verdict.MISMATCH, Verdict.SEMANTIC)
-        if first is not None and row is not first and is_wrong:
-            row.downstream_of = f"step {first.step}, {first.stage}, {first.name}"
 
 
 def _is_anchoring_to_blame(judging: _Judging, rows: list[Row]) -> bool:

@@ -187,7 +187,7 @@ def _by_first_output(
 def _calls(dump: Dump, key: str) -> dict[Coordinate, list[Tensor]]:
     """Return what every rank passed for an argument, call by call."""
     found: dict[Coordinate, list[Tensor]] = {}
-    numbered = [k for k in dump.keys() if k == key or _CALL.sub("", k) == key]
+    numbered = [k for k in dump if k == key or _CALL.sub("", k) == key]
     for each in sorted(numbered, key=_call_number):
         for coordinate, local in dump.locals(each).items():
             found.setdefault(coordinate, []).append(local)

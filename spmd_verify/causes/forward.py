@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from spmd_verify.causes.patterns import MOST_SLICES
-from spmd_verify.causes.words import cause, listed, meaning, names_of, number, ranks_text, rows_text
-from spmd_verify.exhibit import Exhibit, part_of, subsets
+from spmd_verify.causes.words import cause, listed, meaning, names_of, number
+from spmd_verify.exhibit import Exhibit, subsets
 from spmd_verify.record import Cause, Row
 from spmd_verify.trajectory import named_parameters
 
@@ -26,7 +25,7 @@ def batch_statistics(exhibit: Exhibit, row: Row) -> Cause | None:
     kind = _module_kind(exhibit, row.name)
     if _draws(exhibit, row):
         return None
-    if not _is_own_part(exhibit, row):
+    if not is_own_part(exhibit, row):
         return _other_statistics(exhibit, row, kind)
     is_norm = kind is not None and "Norm" in kind
     layer = f"{row.name} ({kind})" if kind else row.name
@@ -48,7 +47,7 @@ def batch_statistics(exhibit: Exhibit, row: Row) -> Cause | None:
 
 def coupled_samples(exhibit: Exhibit, row: Row) -> Cause | None:
     """`cross_sample`: an output is what this rank's part of the batch gives alone."""
-    if exhibit.is_chance_open or not _is_own_part(exhibit, row):
+    if exhibit.is_chance_open or not is_own_part(exhibit, row):
         return None
     if not any(exhibit.is_data_axis(axis) for axis in exhibit.wide_axes):
         return None
@@ -91,7 +90,7 @@ def _other_statistics(exhibit: Exhibit, row: Row, kind: str | None) -> Cause | N
     )  # fmt: skip
 
 
-def _is_own_part(exhibit: Exhibit, row: Row) -> bool:
+def is_own_part(exhibit: Exhibit, row: Row) -> bool:
     """Say whether every rank's tensor is what one device gives on that rank's part."""
     held = exhibit.locals(row)
     if len(exhibit.distinct_parts) < 2 or not held:
@@ -109,11 +108,11 @@ def _is_own_part(exhibit: Exhibit, row: Row) -> bool:
 
 def _module_kind(exhibit: Exhibit, name: str) -> str | None:
     """Return the class of the module that an output is named after."""
-    module = _module(exhibit, name)
+    module = module_of(exhibit, name)
     return None if module is None else type(module).__name__
 
 
-def _module(exhibit: Exhibit, name: str) -> torch.nn.Module | None:
+def module_of(exhibit: Exhibit, name: str) -> torch.nn.Module | None:
     """Return the module that an output is named after."""
     path = name.partition("[")[0].partition("#")[0]
     model, _ = exhibit.runs.device.build()
@@ -127,14 +126,14 @@ def _module(exhibit: Exhibit, name: str) -> torch.nn.Module | None:
 
 def _has_statistics(exhibit: Exhibit, name: str) -> bool:
     """Say whether a module keeps running statistics."""
-    module = _module(exhibit, name)
+    module = module_of(exhibit, name)
     return module is not None and any(
         "running" in n for n, _ in module.named_buffers(recurse=False)
     )
 
 
 def _draws(exhibit: Exhibit, row: Row) -> bool:
-    """Say whether the module draws random numbers in training: dropout by name, or by experiment."""
+    """Say whether the module draws random numbers: dropout by name, or by experiment."""
     return exhibit.experiments.get("no_random") is True or "Dropout" in (
         _module_kind(exhibit, row.name) or ""
     )
@@ -174,12 +173,12 @@ def _masks_alike(exhibit: Exhibit, row: Row) -> str:
 
 def additive_bias(exhibit: Exhibit, row: Row) -> Cause | None:
     """`additive`: a wrong output is the right one and k times a parameter of its module."""
-    module = _module(exhibit, row.name)
+    module = module_of(exhibit, row.name)
     held, whole = exhibit.locals(row), exhibit.reference(row)
     local = next(iter(held.values()), None)
     if module is None or local is None:
         return None
-    excess = _excess(exhibit, row)
+    excess = excess_of(exhibit, row)
     if excess is None:
         return None
     parameters = named_parameters(module)[0]
@@ -215,7 +214,7 @@ def _times_text(k: float, exhibit: Exhibit) -> str:
     return ""
 
 
-def _excess(exhibit: Exhibit, row: Row) -> Tensor | None:
+def excess_of(exhibit: Exhibit, row: Row) -> Tensor | None:
     """Return candidate minus reference of a module output, sharded rows in place."""
     found = exhibit.assembled(row)
     return None if found is None else found - exhibit.reference(row)
@@ -280,7 +279,7 @@ def partial_over(exhibit: Exhibit, row: Row) -> tuple[tuple[str, ...], str] | No
 
 def whole_factor(exhibit: Exhibit, row: Row) -> Cause | None:
     """`factor` on an output or the loss: `candidate = k x reference` on every rank."""
-    excess, whole = _excess(exhibit, row), exhibit.reference(row)
+    excess, whole = excess_of(exhibit, row), exhibit.reference(row)
     if excess is None or not bool(whole.any()):
         return None
     k = 1.0 + float((excess * whole).sum() / whole.square().sum())
@@ -341,141 +340,6 @@ def _counted_term(exhibit: Exhibit, row: Row, excess: float, tolerance: float) -
     return None
 
 
-def position(exhibit: Exhibit, row: Row) -> Cause | None:
-    """`position`: the first rank is right, later ones or boundary rows are wrong."""
-    held, whole = exhibit.locals(row), exhibit.reference(row)
-    tolerance = 4.0 * exhibit.tolerance(row)
-    regions = exhibit.regions(row)
-    wrong, right = [], []
-    for part, coordinates in regions.items():
-        local = held[coordinates[0]]
-        if tuple(local.shape) != part.shape:
-            return None
-        off = float((local - part_of(whole, part)).norm()) > tolerance
-        (wrong if off else right).extend(exhibit.rank_of(at) for at in coordinates)
-    if wrong and right and min(right) == 0:
-        rows = _rows_of(exhibit, row, regions, tolerance)
-        text = (
-            f"{row.name} is right on {ranks_text(right)} and wrong on {ranks_text(wrong)}{rows}: "
-            f"positions, masks or offsets start anew on every rank of "
-            f"{', '.join(exhibit.wide_axes)} instead of going on"
-        )
-        tensors = [row.name, *affected(exhibit)]
-        return cause("position", text, tensors=tensors, ranks=sorted(wrong))
-    summed = _lookup_without_offset(exhibit, row, tolerance)
-    summed = summed or _some_rows_of_sum(exhibit, row, tolerance)
-    if summed is not None:
-        return summed
-    found = _excess(exhibit, row)
-    if found is None or found.ndim < 2:
-        return None
-    return _boundary(exhibit, row, found, tolerance)
-
-
-def _lookup_without_offset(exhibit: Exhibit, row: Row, tolerance: float) -> Cause | None:
-    """Say that every rank looks global indices up in its own rows as if they were local."""
-    module = _module(exhibit, row.name)
-    weight = getattr(module, "weight", None)
-    whole = exhibit.reference(row)
-    first = next(iter(exhibit.locals(row).values()), None)
-    if weight is None or weight.ndim != 2 or first is None or first.shape != whole.shape:
-        return None
-    table = weight.detach().to(torch.float64)
-    for ids in pytree.tree_leaves(exhibit.batch):
-        if not isinstance(ids, Tensor) or ids.shape != whole.shape[:-1] or ids.is_floating_point():
-            continue
-        for axis in exhibit.wide_axes:
-            parts = table.chunk(exhibit.axes[axis])
-            made = torch.zeros_like(whole)
-            for part in parts:
-                inside = ids < part.shape[0]
-                made += part[ids.clamp(max=part.shape[0] - 1)] * inside[..., None]
-            if float((first - made).norm()) <= tolerance:
-                text = (
-                    f"{row.name}: every rank of {axis} looks indices up in its own {len(parts[0])} "
-                    f"rows as if they were local: the offset of the vocabulary is missing on every "
-                    f"rank but rank 0"
-                )
-                tensors = [row.name, *affected(exhibit)]
-                return cause("position", text, tensors=tensors, ranks=row.ranks, axis=axis)
-    return None
-
-
-def _some_rows_of_sum(exhibit: Exhibit, row: Row, tolerance: float) -> Cause | None:
-    """Say that the sum over an axis is right for some rows: a lookup with local offsets."""
-    held, whole = exhibit.locals(row), exhibit.reference(row)
-    if whole.ndim < 2 or any(local.shape != whole.shape for local in held.values()):
-        return None
-    for axis in exhibit.wide_axes:
-        for line in exhibit.lines(axis, held):
-            for value in (torch.stack([held[at] for at in line]).sum(0), held[line[0]]):
-                off = (value - whole).flatten(0, -2).norm(dim=1) > tolerance
-                if not bool(off.any()) or bool(off.all()):
-                    continue
-                text = (
-                    f"{row.name}: what the ranks of {axis} look up is right for some indices and "
-                    f"wrong for {int(off.sum())} of {off.numel()}: a rank other than rank 0 uses "
-                    f"indices local to its shard instead of global ones (offset of the vocabulary)"
-                )
-                tensors = [row.name, *affected(exhibit)]
-                return cause("position", text, tensors=tensors, ranks=row.ranks, axis=axis)
-    return None
-
-
-def _rows_of(exhibit: Exhibit, row: Row, regions: dict, tolerance: float) -> str:  # type: ignore[type-arg]
-    """Return the wrong indices of the sharded dim in global coordinates."""
-    whole, held = exhibit.reference(row), exhibit.locals(row)
-    wrong: set[int] = set()
-    dim = next(
-        (d for d in range(whole.ndim) if len({part.ranges[d] for part in regions}) > 1), None
-    )
-    if dim is None:
-        return ""
-    for part, coordinates in regions.items():
-        error = (held[coordinates[0]] - part_of(whole, part)).movedim(dim, 0)
-        sizes = error.reshape(error.shape[0], -1).norm(dim=1)
-        indices = [i for low, high in part.ranges[dim] for i in range(low, high)]
-        wrong.update(i for i, size in zip(indices, sizes.tolist(), strict=True) if size > tolerance)
-    return f" (indices {rows_text(sorted(wrong))} of dim {dim})" if wrong else ""
-
-
-def _boundary(exhibit: Exhibit, row: Row, excess: Tensor, tolerance: float) -> Cause | None:
-    """Say that only slices next to a shard's end are wrong."""
-    for dim in range(1, excess.ndim):
-        size = excess.shape[dim]
-        sizes = excess.movedim(dim, 0).reshape(size, -1).norm(dim=1)
-        wrong = [int(i) for i in (sizes > tolerance).nonzero().flatten()]
-        if not wrong or len(wrong) > size // 2:
-            continue
-        for axis in exhibit.wide_axes:
-            step = -(-size // exhibit.axes[axis])
-            edges = {i * step - 1 for i in range(1, exhibit.axes[axis])} | {
-                i * step for i in range(1, exhibit.axes[axis])
-            }
-            if set(wrong) <= edges:
-                text = (
-                    f"{row.name} is wrong only at indices {rows_text(wrong)} of dim {dim}, the "
-                    f"borders of the shards of {axis}: what crosses a border is lost"
-                )
-                tensors = [row.name, *affected(exhibit)]
-                return cause("position", text, tensors=tensors, ranks=row.ranks, axis=axis)
-    return None
-
-
-def shard_as_sequence(exhibit: Exhibit, row: Row) -> Cause | None:
-    """`position`: each rank's loss takes its shard of the sequence for a whole one."""
-    axes = [axis for axis in exhibit.wide_axes if not exhibit.is_data_axis(axis)]
-    if not axes or not _is_own_part(exhibit, row) or exhibit.weights is not None:
-        return None
-    over = ", ".join(axes)
-    text = (
-        f"{row.name}: each rank of {over} computes it as if its shard were the whole sequence: "
-        f"labels, positions or masks that cross a shard border are lost"
-    )
-    tensors = [row.name, *affected(exhibit)]
-    return cause("position", text, tensors=tensors, ranks=row.ranks, axis=axes[0])
-
-
 def explained(exhibit: Exhibit, row: Row) -> str | None:
     """Say how a differing output is right after all, None where nothing explains it.
 
@@ -488,9 +352,9 @@ def explained(exhibit: Exhibit, row: Row) -> str | None:
         return "its rows are rows of the single-device output"
     held = exhibit.locals(row)
     whole = tuple(row.shape)
-    if held and all(tuple(local.shape) == whole for local in held.values()):
-        if _is_own_part(exhibit, row) and not _has_rows(exhibit, whole):
-            return "it is that of this rank's part of the batch"
+    is_whole = bool(held) and all(tuple(local.shape) == whole for local in held.values())
+    if is_whole and is_own_part(exhibit, row) and not _has_rows(exhibit, whole):
+        return "it is that of this rank's part of the batch"
     return None
 
 

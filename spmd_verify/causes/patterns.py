@@ -69,9 +69,9 @@ def rearranged(found: Tensor, whole: Tensor, tolerance: float) -> str | None:
     """Say by which rearrangement a tensor becomes the reference, None if by none."""
     if found.shape != whole.shape or float((found - whole).norm()) <= tolerance:
         return None
-    if found.ndim >= 2 and found.shape[-1] == found.shape[-2]:
-        if float((found.transpose(-1, -2) - whole).norm()) <= tolerance:
-            return "transposed (rows and columns exchanged; transpose it back)"
+    is_square = found.ndim >= 2 and found.shape[-1] == found.shape[-2]
+    if is_square and float((found.transpose(-1, -2) - whole).norm()) <= tolerance:
+        return "transposed (rows and columns exchanged; transpose it back)"
     if found.ndim == 2:
         swapped = found.reshape(found.shape[::-1]).transpose(0, 1)
         if float((swapped - whole).norm()) <= tolerance:
@@ -222,13 +222,13 @@ def precision(exhibit: Exhibit, row: Row) -> Cause | None:
     if relative is not None and row.stage in ("module_outputs", "loss", "gradients"):
         for dtype, kind in LOWER.items():
             eps = torch.finfo(kind).eps
-            if row.dtype not in LOWER and 0.02 * eps <= relative <= 1.0 * eps:
-                if _is_noise(exhibit, row):
-                    text = (
-                        f"{listed(names)}: relative error {relative:.1e}, that of values rounded "
-                        f"to {dtype} ({eps:.1e})"
-                    )
-                    return cause("precision", text, ranks=row.ranks, tensors=names)
+            is_near = row.dtype not in LOWER and 0.02 * eps <= relative <= eps
+            if is_near and _is_noise(exhibit, row):
+                text = (
+                    f"{listed(names)}: relative error {relative:.1e}, that of values rounded "
+                    f"to {dtype} ({eps:.1e})"
+                )
+                return cause("precision", text, ranks=row.ranks, tensors=names)
     if exhibit.experiments.get("float64"):
         text = f"{listed(names)}: the difference vanishes in float64: a matter of precision"
         return cause("precision", text, ranks=row.ranks, tensors=names)

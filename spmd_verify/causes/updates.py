@@ -24,7 +24,7 @@ def frozen_moved(exhibit: Exhibit, row: Row) -> Cause | None:
 
 
 def _unmoved(exhibit: Exhibit, row: Row) -> bool:
-    """Say whether the candidate still has the parameter of the step before, while one device moved."""
+    """Say whether the candidate still has the parameter of the step before."""
     found, before = exhibit.assembled(row), before_step(exhibit, row)
     if found is None or before is None:
         return False

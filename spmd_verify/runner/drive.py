@@ -34,6 +34,9 @@ class Drive:
     """One cell in one process.
 
     Attributes:
+        dump: Takes copies of everything seen, if set.
+        steps: How many to run; the case's unless set lower.
+        is_anchored: Whether there is an anchored run.
         statistics: What was compared so far.
         notes: What the report says besides.
     """
@@ -45,8 +48,6 @@ class Drive:
         context: StyleContext,
         store: Store,
         note: Callable[[str], None],
-        dump: DumpTaker | None = None,
-        steps: int | None = None,
     ) -> None:
         """Remember what to run.
 
@@ -56,18 +57,16 @@ class Drive:
             context: Where this process stands on the mesh.
             store: The reference.
             note: Says what is being done.
-            dump: Takes copies of everything seen.
-            steps: Fewer steps than the case's.
         """
         self.style = style
         self.case = case
         self.context = context
         self.store = store
         self.note = note
-        self.dump = dump
-        self.steps = case.steps if steps is None else steps
+        self.dump: DumpTaker | None = None
+        self.steps = case.steps
         self.mesh_shape = tuple(context.axes.values())
-        self.is_anchored = self.steps > 1
+        self.is_anchored = True
         self.statistics: list[Statistics] = []
         self.notes: list[str] = []
 
@@ -80,6 +79,7 @@ class Drive:
         Raises:
             Unsupported: The style does not take the case.
         """
+        self.is_anchored = self.steps > 1
         self.note("building the free run")
         free = self.style.build(self.case, self.context)
         self._compare("free", 0, {"initial_state": _initial_state(free)})

@@ -140,13 +140,15 @@ def run_cell(context: Context, payload: bytes) -> bytes:
     case = loaded(context, spec.case)
     mesh = _style_context(context, spec)
     store = Store(spec.store_path)
-    dump = DumpTaker(store, tuple(spec.axes.values())) if spec.dump_path else None
-    steps = None if spec.last_step < 0 else spec.last_step + 1
     style = styles.find(spec.style, case)
-    run = Drive(style, case, mesh, store, context.note, dump=dump, steps=steps)
+    run = Drive(style, case, mesh, store, context.note)
+    if spec.last_step >= 0:
+        run.steps = spec.last_step + 1
+    if spec.dump_path:
+        run.dump = DumpTaker(store, tuple(spec.axes.values()))
     facts = run.run()
-    if dump is not None:
-        dump.write(spec.dump_path, mesh)
+    if run.dump is not None:
+        run.dump.write(spec.dump_path, mesh)
     return encode(
         CellReport(
             statistics=encode(run.statistics),
