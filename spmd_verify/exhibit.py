@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -317,7 +317,7 @@ class Exhibit:
         size = self.case.batch_size_of(self.batch)
         found = []
         for i in range(size if 1 < size <= MOST_SAMPLES else 0):
-            batch = map_batch(self.case, self.batch, lambda leaf, dim, i=i: leaf.narrow(dim, i, 1))
+            batch = map_batch(self.case, self.batch, partial(_sample, i))
             record = self.runs.record(batch)
             if record is None:
                 return []
@@ -385,6 +385,11 @@ def fit(columns: Sequence[Tensor], whole: Tensor, tolerance: float) -> list[floa
 def _flat(value: Tensor | None, like: Tensor) -> Tensor:
     """Return a gradient as a vector, zeros where it is missing."""
     return torch.zeros_like(like) if value is None else as_real(value).reshape(-1).nan_to_num()
+
+
+def _sample(index: int, leaf: Tensor, dim: int) -> Tensor:
+    """Return one sample of an input."""
+    return leaf.narrow(dim, index, 1)
 
 
 def _digest(batch: Any) -> str:

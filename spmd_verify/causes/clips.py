@@ -128,16 +128,16 @@ def clipping(exhibit: Exhibit, row: Row) -> Cause | None:
             shown = ", ".join(f"rank {r}: {v:.6g}" for r, v in values.items())
             details.append(f"total_norm differs by rank ({shown}), right is {right:.6g}")
     factors = [f for r in rows if r.name in names and (f := factor_of(exhibit, r))]
-    k = factors[0][0] if factors else None
-    if k is not None:
-        details.append(f"the gradients are {number(k)} x the reference after it")
+    after = factors[0][0] if factors else None
+    if after is not None:
+        details.append(f"the gradients are {number(after)} x the reference after it")
     over = ", ".join(f"{axis}={exhibit.axes[axis]}" for axis in exhibit.wide_axes)
     text = (
         f"right before clipping, wrong after it: {'; '.join(details) or listed(names)}: what is "
         f"sharded or replicated over {over} counts wrongly in the norm"
     )
     return cause("norm_clip", text, tensors=[*names_of(rows), *_parameters(exhibit)],
-                 ranks=row.ranks, factor=k)  # fmt: skip
+                 ranks=row.ranks, factor=after)  # fmt: skip
 
 
 def _parameters(exhibit: Exhibit) -> list[str]:

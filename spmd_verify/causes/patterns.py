@@ -103,8 +103,8 @@ def flat_offset(exhibit: Exhibit, row: Row) -> Cause | None:
         ("values", found, exhibit.reference),
         ("update", found - before, lambda r: _update(exhibit, r)),
     ):
-        values = {r.name: all_of(r) for r in rows}
-        if any(value is None for value in values.values()):
+        values = {r.name: value for r in rows if (value := all_of(r)) is not None}
+        if len(values) < len(rows):
             continue
         for align in ALIGNMENTS:
             shift = _shift(own.reshape(-1), row.name, values, align, tolerance)

@@ -17,7 +17,8 @@ def position(exhibit: Exhibit, row: Row) -> Cause | None:
     held, whole = exhibit.locals(row), exhibit.reference(row)
     tolerance = 4.0 * exhibit.tolerance(row)
     regions = exhibit.regions(row)
-    wrong, right = [], []
+    wrong: list[int] = []
+    right: list[int] = []
     for part, coordinates in regions.items():
         local = held[coordinates[0]]
         if tuple(local.shape) != part.shape:
@@ -93,7 +94,7 @@ def _some_rows_of_sum(exhibit: Exhibit, row: Row, tolerance: float) -> Cause | N
     return None
 
 
-def _rows_of(exhibit: Exhibit, row: Row, regions: dict, tolerance: float) -> str:  # type: ignore[type-arg]
+def _rows_of(exhibit: Exhibit, row: Row, regions: dict, tolerance: float) -> str:
     """Return the wrong indices of the sharded dim in global coordinates."""
     whole, held = exhibit.reference(row), exhibit.locals(row)
     wrong: set[int] = set()

@@ -68,8 +68,8 @@ def _summed(
     exhibit: Exhibit,
     axis: str,
     sums: dict,
-    owners: dict,  # type: ignore[type-arg]
-) -> dict:  # type: ignore[type-arg]
+    owners: dict,
+) -> dict:
     """Return sums along an axis over ranks that hold the same part."""
     found = {}
     for line in exhibit.lines(axis, sums):
@@ -84,7 +84,7 @@ def _all_right(
     owners: dict,
     whole: Tensor,
     divisor: float,
-    tolerance: float,  # type: ignore[type-arg]
+    tolerance: float,
 ) -> bool:
     """Say whether every rank's sum is its part of the reference."""
     return all(

@@ -126,11 +126,11 @@ def mesh_of(case: LoadedCase, name: str) -> dict[str, int] | None:
         return None
     with UserCode(f"mesh_{name}()", path=case.path, slug="hook-raised"):
         declared = hook() if not inspect.signature(hook).parameters else None
-    is_mesh = isinstance(declared, Mapping) and bool(declared)
-    if not is_mesh or not all(isinstance(n, int) and n > 0 for n in declared.values()):
+    sizes = dict(declared) if isinstance(declared, Mapping) else {}
+    if not sizes or not all(isinstance(n, int) and n > 0 for n in sizes.values()):
         raise CaseError(
             f"mesh_{name}() gives no mesh: {case.path}. Got {declared!r}. Expected a dict such "
             f'as {{"dp": 2, "tp": 2}}',
             slug="mesh-hook",
         )
-    return {str(axis): int(size) for axis, size in declared.items()}
+    return {str(axis): int(size) for axis, size in sizes.items()}
