@@ -15,10 +15,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from spmd_verify.errors import InternalError
 from spmd_verify.layouts import (
     Coordinate,
     Region,
+    combine,
     coordinates,
     describe,
     partial_axes,
@@ -319,7 +319,7 @@ def _reduced(
                 everything[(*coordinate[:axis], i, *coordinate[axis + 1 :])]
                 for i in range(mesh_shape[axis])
             ]
-            combined[coordinate] = _combine(line, operation)
+            combined[coordinate] = combine(line, operation)
         everything, placements[axis] = combined, _WHOLE
     yield tuple(placements), list(everything.items())
 
@@ -329,23 +329,6 @@ class _Whole:
 
 
 _WHOLE: Final = _Whole()
-
-
-def _combine(values: list[Tensor], operation: str) -> Tensor:
-    """Reduce equal-shaped tensors as the operation of a partial placement says."""
-    stacked = torch.stack(values)
-    if operation == "max":
-        return stacked.amax(0)
-    if operation == "min":
-        return stacked.amin(0)
-    if operation not in ("sum", "avg"):
-        raise InternalError(
-            f"A partial placement has an unknown operation: {operation!r}. Expected sum, avg, "
-            f"max or min. Please report this",
-            slug="layout-arithmetic",
-        )
-    total = stacked.sum(0)
-    return total / len(values) if operation == "avg" else total
 
 
 def _part_of(

@@ -4,8 +4,7 @@ Shares no code with `spmd`, so that a fault there cannot hide here. A layout is 
 per mesh axis, in mesh order (or an object with them in `placements`); placements are read by
 their attributes: `dim` makes a shard, with `indices` or `units`, `outer` and `inner` where given
 and the rule of torch.chunk where not; a class named `Partial` is a pending reduction; everything
-else replicates. `Replicate`, `Shard`, `Indexed` and `Partial` here are the ones that the checker
-makes itself.
+else replicates. The classes here are the placements that the checker makes itself.
 """
 
 from __future__ import annotations
@@ -56,11 +55,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class Indexed:
-    """A dim of which this rank of the axis has these indices, in this order.
+    """A dim of which this rank has these indices, in this order: interleaved or packed parts.
 
-    Says what no split in consecutive parts can: interleaved, permuted and packed parts. The
-    layout of every rank has its own indices. They are of the global tensor, so where several
-    axes split the dim, this one comes first.
+    The layout of every rank has its own. They are of the global tensor, so where several axes
+    split the dim, this one comes first.
 
     Attributes:
         dim: Which.
@@ -154,6 +152,27 @@ def partial_axes(layout: Any) -> tuple[int, ...]:
 def reduce_op(placement: Any) -> str:
     """Return the operation of a partial placement: `sum`, `max`, `min`, `avg`, ..."""
     return str(getattr(placement, "op", getattr(placement, "reduce_op", "sum")))
+
+
+def combine(values: Sequence[Tensor], operation: str) -> Tensor:
+    """Reduce equal-shaped tensors as the operation of a partial placement says.
+
+    Raises:
+        InternalError: `layout-arithmetic`, for another operation than sum, avg, max and min.
+    """
+    stacked = torch.stack(list(values))
+    if operation == "max":
+        return stacked.amax(0)
+    if operation == "min":
+        return stacked.amin(0)
+    if operation not in ("sum", "avg"):
+        raise InternalError(
+            f"A partial placement has an unknown operation: {operation!r}. Expected sum, avg, "
+            f"max or min. Please report this",
+            slug="layout-arithmetic",
+        )
+    total = stacked.sum(0)
+    return total / len(values) if operation == "avg" else total
 
 
 def describe(layout: Any) -> str:

@@ -12,11 +12,14 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from spmd_verify.errors import InternalError
+from spmd_verify import layouts
 from spmd_verify.layouts import (
+    Indexed,
     assemble,
     coordinates,
     describe,
     partial_axes,
+    put_region,
     region,
     replicas,
     scatter,
@@ -126,7 +129,71 @@ def test_replicas_group_coordinates_by_what_they_own() -> None:
 def test_layouts_are_described_in_short() -> None:
     assert describe((Shard(1), Replicate(), Partial())) == "S(1),R,P(sum)"
     assert describe(None) == "?"
+    assert describe((Indexed(0, (2, 0)),)) == "I(0)"
     assert partial_axes((Replicate(), Partial())) == (1,)
+    assert partial_axes((Indexed(0, (2, 0)), layouts.Partial("max"))) == (1,)
+
+
+@st.composite
+def _deals(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, ...]], int]:
+    """A shape, a dim of it dealt out to ranks in any order, and the dim."""
+    shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
+    dim = draw(st.integers(0, len(shape) - 1))
+    order = draw(st.permutations(range(shape[dim])))
+    cut = draw(st.integers(0, shape[dim]))
+    return shape, [tuple(order[:cut]), tuple(order[cut:])], dim
+
+
+@given(_deals())
+@settings(max_examples=150, deadline=None)
+def test_indexed_parts_hold_their_indices_in_their_order(case: tuple) -> None:
+    shape, deal, dim = case
+    value = torch.arange(torch.tensor(shape).prod()).reshape(shape)
+    together = torch.full_like(value, -1)
+    for rank, indices in enumerate(deal):
+        part = region(shape, (Indexed(dim, indices),), (2,), (rank,))
+        local = take_region(value, part)
+        assert tuple(local.shape) == part.shape
+        assert torch.equal(local, value.index_select(dim, torch.tensor(indices).long()))
+        for index in torch.cartesian_prod(*map(torch.arange, local.shape)).reshape(-1, len(shape)):
+            assert local[tuple(index)] == value[part.global_index(index.tolist())]
+        put_region(together, part, local)
+    assert torch.equal(together, value)
+
+
+def test_an_indexed_part_in_another_order_is_not_the_whole() -> None:
+    assert region((3,), (Indexed(0, (0, 1, 2)),), (1,), (0,)).is_whole((3,))
+    assert not region((3,), (Indexed(0, (2, 1, 0)),), (1,), (0,)).is_whole((3,))
+
+
+def test_a_later_axis_splits_what_indices_left() -> None:
+    value = torch.arange(8)
+    layout = (Indexed(0, (6, 1, 3, 4)), Shard(0))
+    parts = [take(value, layout, (2, 2), (0, i)).tolist() for i in range(2)]
+    assert parts == [[6, 1], [3, 4]]
+
+
+def test_indexed_slices_of_a_file_equal_slices_of_the_tensor(tmp_path: Path) -> None:
+    value = torch.randn(6, 4)
+    save_file({"x": value}, str(tmp_path / "x.safetensors"))
+    layout = (Indexed(0, (5, 0, 1)), Indexed(1, (3, 1)))
+    with safe_open(str(tmp_path / "x.safetensors"), framework="pt") as opened:
+        own = take(opened.get_slice("x"), layout, (2, 2), (0, 0), shape=(6, 4))
+    assert torch.equal(own, value[[5, 0, 1]][:, [3, 1]])
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [(Indexed(0, (4,)),), (Indexed(0, (-1,)),), (Indexed(0, (1, 1)),), (Indexed(2, (0,)),)],
+)
+def test_indices_that_do_not_fit_are_an_error(layout: tuple) -> None:
+    with pytest.raises(InternalError, match="layout-arithmetic"):
+        region((4, 4), layout, (2,), (0,))
+
+
+def test_indices_are_global_so_their_axis_comes_first() -> None:
+    with pytest.raises(InternalError, match="comes first"):
+        region((4,), (Shard(0), Indexed(0, (0,))), (2, 2), (0, 0))
 
 
 @pytest.mark.parametrize("layout", [(Shard(2),), (Units(0, (1, 2)),), (Units(0, (4,)),), ()])
