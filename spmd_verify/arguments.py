@@ -7,11 +7,10 @@ from typing import Any, Final
 from spmd_verify.errors import UsageError
 from spmd_verify.version import __version__
 
-VERBS: Final = ("run", "styles", "schema")
+VERBS: Final = ("run", "certify", "styles", "schema")
 # Verbs of the design that this version does not have; typed alone they are no file names.
 PLANNED_VERBS: Final = (
     "compare",
-    "certify",
     "fuzz",
     "report",
     "baseline",
@@ -52,6 +51,11 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     run = verbs.add_parser("run", help="the check")
     _add_run_flags(run)
+    certify = verbs.add_parser("certify", help="plant faults in the parallel run: what would a "
+        "green table have caught?")  # fmt: skip
+    _add_run_flags(certify)
+    certify.add_argument("--faults", type=int, metavar="N", help="most faults planted in a cell "
+        "(default: 24)")  # fmt: skip
     verbs.add_parser("styles", help="list the parallel styles")
     verbs.add_parser("schema", help="print the JSON Schema of a record")
     return parser
@@ -125,6 +129,7 @@ def flag_settings(arguments: argparse.Namespace) -> dict[str, Any]:
         "max-ranks": arguments.max_ranks,
         "log-dir": arguments.log_dir,
         "strict": arguments.strict,
+        "faults": getattr(arguments, "faults", None),
     }
     return {key: value for key, value in given.items() if value is not None}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Final, Protocol
@@ -70,12 +70,29 @@ class Progress(Protocol):
         """Say where a running cell is."""
 
 
-def verify(options: Options, progress: Progress) -> Record:
+class Cells(Protocol):
+    """What runs and judges cells, for what wants more than one per style."""
+
+    options: Options
+    progress: Progress
+
+    def cell(self, spec: CellSpec) -> Cell:
+        """Run and judge one cell; it is not put into the record."""
+
+    def ask_solo(self, function: str, payload: bytes) -> bytes:
+        """Run a job in the reference worker."""
+
+
+AfterCell = Callable[[Cells, CellSpec, Cell], None]
+
+
+def verify(options: Options, progress: Progress, after_cell: AfterCell | None = None) -> Record:
     """Judge every target under every selected style.
 
     Args:
         options: Checked options.
         progress: Told what happens.
+        after_cell: Called with every judged cell before it is put into the record.
 
     Returns:
         The record, without its exit code. With `--report json=PATH` the cells finished so
@@ -97,7 +114,7 @@ def verify(options: Options, progress: Progress) -> Record:
         settings=_settings(options),
     )
     with work_folder() as work_dir, LogFolder(options.log_dir) as logs:
-        run = _Run(options, progress, found, work_dir, logs)
+        run = _Run(options, progress, found, work_dir, logs, after_cell)
         try:
             for address in addresses:
                 run.judge_case(address, is_only=len(addresses) == 1)
@@ -133,6 +150,7 @@ class _Run:
     record: Record
     work_dir: str
     logs: LogFolder
+    after_cell: AfterCell | None = None
     is_stopped: bool = False
     solo: Pool = field(init=False)
     runner: ProcessRunner | LockstepRunner = field(init=False)
@@ -158,7 +176,7 @@ class _Run:
         styles: list[str] = []
         try:
             self.progress.started(f"{address}: reference on one device")
-            report = decode(self._ask_solo(LOAD_JOB, encode(case)), CaseReport)
+            report = decode(self.ask_solo(LOAD_JOB, encode(case)), CaseReport)
             self._describe(address, report, is_only=is_only)
             styles = list(self._selected(address, report))
             if not styles:
@@ -206,13 +224,13 @@ class _Run:
     def _make_reference(self, case: CaseSpec, store_path: str) -> None:
         """Run the case on one device and store what it computes."""
         spec = ReferenceSpec(case, store_path)
-        report = decode(self._ask_solo(REFERENCE_JOB, encode(spec)), ReferenceReport)
+        report = decode(self.ask_solo(REFERENCE_JOB, encode(spec)), ReferenceReport)
         for note in report.notes:
             self.progress.note(f"{case.address}: {note}")
         notes = self.record.unknown.setdefault("notes", {})
         notes[case.address] = report.notes
 
-    def _ask_solo(self, function: str, payload: bytes) -> bytes:
+    def ask_solo(self, function: str, payload: bytes) -> bytes:
         """Run a job in the reference worker.
 
         Raises:
@@ -233,11 +251,17 @@ class _Run:
         """Run and judge one cell and put it into the record."""
         spec = self._spec(case, style, mesh, store_path)
         self.progress.started(f"{case.address}/{style} on {spec.mesh}")
-        answer = self.runner.run_cell(spec, self._heartbeat(style))
+        cell = self.cell(spec)
+        if self.after_cell is not None:
+            self.after_cell(self, spec, cell)
+        self._add(cell)
+
+    def cell(self, spec: CellSpec) -> Cell:
+        """Run and judge one cell."""
+        answer = self.runner.run_cell(spec, self._heartbeat(spec.style))
         if isinstance(answer, CellEvidence):
-            self._add(self._judged(spec, answer))
-        else:
-            self._add(self._failed(spec, answer))
+            return self._judged(spec, answer)
+        return self._failed(spec, answer)
 
     def _spec(self, case: CaseSpec, style: str, mesh: MeshSpec, store_path: str) -> CellSpec:
         """Describe one cell."""
@@ -255,7 +279,7 @@ class _Run:
         """Let the reference worker judge what the ranks found."""
         request = JudgeRequest(spec, evidence.parts, evidence.seconds)
         try:
-            cell = decode(self._ask_solo(JUDGE_JOB, encode(request)), Cell)
+            cell = decode(self.ask_solo(JUDGE_JOB, encode(request)), Cell)
             self._locate(spec, cell)
             return cell
         except RankError as error:
@@ -266,7 +290,7 @@ class _Run:
     def _locate(self, spec: CellSpec, cell: Cell) -> None:
         """Name the first differing operator of an engine style in the cell, in place."""
         first = cell.first_divergence
-        if first is None or first.stage in ("inputs", "initial_state"):
+        if first is None or first.stage in ("inputs", "initial_state") or spec.fault is not None:
             return
         request = LocateRequest(spec, first.step)
         answer = self.solo.run(

@@ -17,6 +17,7 @@ from spmd_verify import noise, styles
 from spmd_verify.case import LoadedCase, load_case
 from spmd_verify.compare import Statistics
 from spmd_verify.judge import Judgement, judge
+from spmd_verify.planting.planted import PlantedStyle
 from spmd_verify.record import Cell
 from spmd_verify.runner.drive import Drive
 from spmd_verify.runner.failures import is_user_file
@@ -117,7 +118,9 @@ def run_cell(context: Context, payload: bytes) -> bytes:
     spec = decode(payload, CellSpec)
     case = _loaded(context, spec.case)
     mesh = _style_context(context, spec)
-    run = Drive(styles.find(spec.style, case), case, mesh, Store(spec.store_path), context.note)
+    store, style = Store(spec.store_path), styles.find(spec.style, case)
+    planted = None if spec.fault is None else PlantedStyle(style, spec.fault, store)
+    run = Drive(planted or style, case, mesh, store, context.note)
     facts = run.run()
     return encode(
         CellReport(
@@ -126,6 +129,7 @@ def run_cell(context: Context, payload: bytes) -> bytes:
             collectives=dict(facts.get("collectives", {})),
             captures=int(facts.get("captures", 0)),
             notes=[*run.notes, *facts.get("notes", ())],
+            watched=None if planted is None else planted.watched(run.statistics),
         )
     )
 
@@ -223,8 +227,15 @@ def _cell(request: JudgeRequest, reports: list[CellReport], judgement: Judgement
             "captures": reports[0].captures,
             "growth": judgement.growth,
             "undetermined_elements": judgement.undetermined_elements,
+            **_watched(reports),
         },
     )
+
+
+def _watched(reports: list[CellReport]) -> dict[str, Any]:
+    """Return what planting a fault saw, by process; nothing for a cell without one."""
+    seen = [report.watched for report in reports if report.watched is not None]
+    return {"watched": msgspec.to_builtins(seen)} if seen else {}
 
 
 def _loaded(context: Context, spec: CaseSpec) -> LoadedCase:

@@ -11,6 +11,8 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from spmd_verify.certificate import Sensitivity
+from spmd_verify.planting.faults import Fault, Watched
 from spmd_verify.runner.failures import Failure
 
 _T = TypeVar("_T")
@@ -20,6 +22,7 @@ REFERENCE_JOB = "spmd_verify.runner.jobs:write_reference"
 CELL_JOB = "spmd_verify.runner.jobs:run_cell"
 JUDGE_JOB = "spmd_verify.runner.jobs:judge_cell"
 LOCATE_JOB = "spmd_verify.runner.jobs:locate_operator"
+SURVEY_JOB = "spmd_verify.runner.survey:survey"
 
 
 class CaseSpec(msgspec.Struct, frozen=True):
@@ -88,6 +91,7 @@ class CellSpec(msgspec.Struct, frozen=True):
         store_path: Where the reference is.
         is_lockstep: Whether one process holds all ranks.
         timeout_seconds: Time limit of the cell.
+        fault: Planted into the style, for certificates.
     """
 
     case: CaseSpec
@@ -97,6 +101,7 @@ class CellSpec(msgspec.Struct, frozen=True):
     store_path: str
     is_lockstep: bool
     timeout_seconds: float
+    fault: Fault | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -125,6 +130,7 @@ class CellReport(msgspec.Struct, frozen=True):
         collectives: Collectives of one step by kind.
         captures: How often the step was captured.
         notes: What the report says besides, such as why an eval forward failed.
+        watched: What planting a fault saw.
     """
 
     statistics: bytes
@@ -132,6 +138,7 @@ class CellReport(msgspec.Struct, frozen=True):
     collectives: dict[str, int]
     captures: int
     notes: list[str]
+    watched: Watched | None = None
 
 
 class JudgeRequest(msgspec.Struct, frozen=True):
@@ -140,6 +147,20 @@ class JudgeRequest(msgspec.Struct, frozen=True):
     cell: CellSpec
     parts: list[bytes]
     seconds: float
+
+
+class Survey(msgspec.Struct, frozen=True):
+    """What a reference has to plant faults in.
+
+    Attributes:
+        parameters: Trainable ones that move in the first step.
+        buffers: Floating ones that it writes.
+        sensitivities: Of every gradient.
+    """
+
+    parameters: list[str]
+    buffers: list[str]
+    sensitivities: list[Sensitivity]
 
 
 class LocateRequest(msgspec.Struct, frozen=True):

@@ -1,0 +1,199 @@
+"""List the collectives of a local graph, and rewrite one of them.
+
+Works on the graph of every rank at once, before groups are bound: a collective names its mesh
+axis, and `coordinate_<axis>` is this rank's index on it (docs/design.md 2.4).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from spmd_verify.errors import Unsupported
+from spmd_verify.planting.faults import PAYLOAD_KINDS, Collective, Fault
+from spmd_verify.styles.base import mesh_coordinates
+
+aten = torch.ops.aten
+
+_OPERATORS: Final = {
+    "all_reduce": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+}
+
+
+class GraphPlanting:
+    """Transformation of a local graph.
+
+    Attributes:
+        collectives: Of the graph it was last given, each with the ranks of the mesh.
+    """
+
+    def __init__(self, fault: Fault, axes: Mapping[str, int]) -> None:
+        """Remember what to plant; `DRY_RUN` and state faults leave the graph alone."""
+        self.collectives: list[Collective] = []
+        self._fault = fault
+        self._axes = axes
+
+    def __call__(self, graph: fx.GraphModule) -> fx.GraphModule:
+        """Return the graph with the fault.
+
+        Raises:
+            Unsupported: `fault-not-planted`, where the graph has no such collective.
+        """
+        found = dict(self._found(graph))
+        self.collectives = list(found.values())
+        if self._fault.kind not in PAYLOAD_KINDS:
+            return graph
+        for node, collective in found.items():
+            if collective.key == self._fault.key:
+                self._plant(graph, node, collective)
+                graph.recompile()
+                return graph
+        raise Unsupported(
+            f"The fault cannot be planted: {self._fault.describe()} is not in the graph",
+            slug="fault-not-planted",
+        )
+
+    def _found(self, graph: fx.GraphModule) -> Iterator[tuple[fx.Node, Collective]]:
+        """Give the collectives that belong to the step in order."""
+        counts: Counter[tuple[str, str]] = Counter()
+        for node in graph.graph.nodes:
+            name = _operator_name(node)
+            if name not in _OPERATORS or _is_only_observed(node):
+                continue
+            kind, axis = _OPERATORS[name], str(node.args[-1])
+            values = [source.meta["val"] for source in _sources(node)]
+            yield (
+                node,
+                Collective(
+                    operator=kind,
+                    axis=axis,
+                    nth=counts[kind, axis],
+                    size=self._axes[axis],
+                    payload_bytes=sum(v.numel() * v.element_size() for v in values),
+                    rows=max(v.shape[0] if v.ndim else 1 for v in values),
+                    is_floating=any(v.is_floating_point() or v.is_complex() for v in values),
+                    reduction=str(node.args[1]) if kind in ("all_reduce", "reduce_scatter") else "",
+                    line=str(node.meta.get("line") or ""),
+                    ranks=list(range(len(mesh_coordinates(self._axes)))),
+                ),
+            )
+            counts[kind, axis] += 1
+
+    def _plant(self, graph: fx.GraphModule, node: fx.Node, collective: Collective) -> None:
+        """Rewrite one collective, in place."""
+        if self._fault.kind == "drop":
+            self._drop(graph.graph, node, collective)
+        elif self._fault.kind == "wrong_group":
+            node.args = (*node.args[:-1], self._fault.group)
+        else:
+            with graph.graph.inserting_before(node):
+                change = self._change(graph.graph)
+                first = node.args[0]
+                made = (
+                    [_like(change(source), source) for source in _sources(node)]
+                    if isinstance(first, (list, tuple))
+                    else _like(change(_sources(node)[0]), _sources(node)[0])
+                )
+            node.args = (made, *node.args[1:])
+
+    def _change(self, graph: fx.Graph) -> Callable[[fx.Node], fx.Node]:
+        """Return what makes the node that is sent instead."""
+        if self._fault.kind == "shift":
+            return lambda source: (
+                graph.call_function(aten.roll.default, (source, [1], [0]))
+                if source.meta["val"].ndim
+                else source
+            )
+        factor: Any = self._fault.factor
+        if self._fault.kind == "zero_rank":
+            factor = self._is_elsewhere(graph)
+
+        def scaled(source: fx.Node) -> fx.Node:
+            value = source.meta["val"]
+            by = factor
+            if isinstance(by, float) and not (value.is_floating_point() or value.is_complex()):
+                by = int(by)
+            return graph.call_function(aten.mul.Tensor, (source, by))
+
+        return scaled
+
+    def _is_elsewhere(self, graph: fx.Graph) -> fx.Node:
+        """Make the number that is 0 on the fault's rank and 1 on all others."""
+        coordinate = mesh_coordinates(self._axes)[self._fault.rank]
+        found: fx.Node | None = None
+        for name, index in zip(self._axes, coordinate, strict=True):
+            own = graph.create_node("get_attr", f"coordinate_{name}")
+            differs = graph.call_function(operator.ne, (own, index))
+            found = (
+                differs if found is None else graph.call_function(operator.or_, (found, differs))
+            )
+        assert found is not None, "a mesh has an axis"
+        return graph.call_function(int, (found,))
+
+    def _drop(self, graph: fx.Graph, node: fx.Node, collective: Collective) -> None:
+        """Let what waits for the collective read this rank's own share."""
+        sources = _sources(node)
+        for wait, index in list(_waits(node)):
+            with graph.inserting_before(wait):
+                own = self._own_share(graph, sources[index], collective)
+            wait.replace_all_uses_with(_like(own, wait))
+
+    def _own_share(self, graph: fx.Graph, source: fx.Node, collective: Collective) -> fx.Node:
+        """Make this rank's share of what the collective would have returned."""
+        size = collective.size
+        if collective.operator == "all_gather":
+            return graph.call_function(aten.cat.default, ([source] * size,))
+        if collective.operator == "reduce_scatter":
+            own = graph.create_node("get_attr", f"coordinate_{collective.axis}")
+            parts = graph.call_function(aten.chunk.default, (source, size))
+            part = graph.call_function(operator.getitem, (parts, own))
+            return graph.call_function(aten.clone.default, (part,))
+        return graph.call_function(aten.clone.default, (source,))
+
+
+def _operator_name(node: fx.Node) -> str:
+    """Return the functional collective of a node, empty for anything else."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "_c10d_functional":
+        return ""
+    return target._schema.name.rpartition("::")[2]
+
+
+def _sources(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes a collective sends."""
+    first: Any = node.args[0]
+    return list(first) if isinstance(first, (list, tuple)) else [first]
+
+
+def _waits(node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
+    """Give what waits for a collective, with the index of the tensor it waits for."""
+    for user in node.users:
+        if user.target is operator.getitem:
+            index: Any = user.args[1]
+            yield from ((wait, index) for wait in user.users)
+        else:
+            yield user, 0
+
+
+def _is_only_observed(node: fx.Node) -> bool:
+    """Say whether only what the step returns reads a collective: it is there to be compared."""
+    readers = {reader.op for wait, _ in _waits(node) for reader in wait.users}
+    return readers <= {"output"}
+
+
+def _like(made: fx.Node, source: fx.Node) -> fx.Node:
+    """Give a node the description of the one it stands in for."""
+    made.meta = dict(source.meta)
+    return made
