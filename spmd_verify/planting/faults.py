@@ -55,10 +55,10 @@ class Collective(msgspec.Struct, frozen=True):
         axis: Mesh axis it runs over; axes joined by commas for the whole mesh; else its ranks.
         nth: Which of its operator and axis, in the order of the step, from 0.
         size: Ranks in its group.
-        payload_bytes: What this rank puts in.
-        rows: Length of dim 0 of the longest tensor put in, 1 for a number.
-        is_floating: Whether the payload rounds.
         reduction: `sum`, `avg`, ..., empty where nothing is reduced.
+        payload_bytes: What this rank puts in; 0 for a graph, which does not know.
+        rows: Length of dim 0 of the longest tensor put in, 1 for a number; 0 for a graph.
+        is_floating: Whether the payload rounds; a graph assumes it.
         line: The user's `file:line` that asked for it, empty where none did.
         ranks: Who takes part, as far as known.
     """
@@ -67,10 +67,10 @@ class Collective(msgspec.Struct, frozen=True):
     axis: str
     nth: int
     size: int
-    payload_bytes: int
-    rows: int
-    is_floating: bool
     reduction: str = ""
+    payload_bytes: int = 0
+    rows: int = 0
+    is_floating: bool = True
     line: str = ""
     ranks: list[int] = []
 

@@ -16,6 +16,7 @@ from torch import fx
 
 from spmd_verify.errors import Unsupported
 from spmd_verify.planting.faults import PAYLOAD_KINDS, Collective, Fault
+from spmd_verify.planting.payload import kept_if, scaled, shifted
 from spmd_verify.styles.base import mesh_coordinates
 
 aten = torch.ops.aten
@@ -73,7 +74,6 @@ class GraphPlanting:
             if name not in _OPERATORS or _is_only_observed(node):
                 continue
             kind, axis = _OPERATORS[name], str(node.args[-1])
-            values = [source.meta["val"] for source in _sources(node)]
             yield (
                 node,
                 Collective(
@@ -81,9 +81,6 @@ class GraphPlanting:
                     axis=axis,
                     nth=counts[kind, axis],
                     size=self._axes[axis],
-                    payload_bytes=sum(v.numel() * v.element_size() for v in values),
-                    rows=max(v.shape[0] if v.ndim else 1 for v in values),
-                    is_floating=any(v.is_floating_point() or v.is_complex() for v in values),
                     reduction=str(node.args[1]) if kind in ("all_reduce", "reduce_scatter") else "",
                     line=str(node.meta.get("line") or ""),
                     ranks=list(range(len(mesh_coordinates(self._axes)))),
@@ -111,26 +108,14 @@ class GraphPlanting:
     def _change(self, graph: fx.Graph) -> Callable[[fx.Node], fx.Node]:
         """Return what makes the node that is sent instead."""
         if self._fault.kind == "shift":
-            return lambda source: (
-                graph.call_function(aten.roll.default, (source, [1], [0]))
-                if source.meta["val"].ndim
-                else source
-            )
-        factor: Any = self._fault.factor
+            return lambda source: graph.call_function(shifted, (source,))
         if self._fault.kind == "zero_rank":
-            factor = self._is_elsewhere(graph)
-
-        def scaled(source: fx.Node) -> fx.Node:
-            value = source.meta["val"]
-            by = factor
-            if isinstance(by, float) and not (value.is_floating_point() or value.is_complex()):
-                by = int(by)
-            return graph.call_function(aten.mul.Tensor, (source, by))
-
-        return scaled
+            is_elsewhere = self._is_elsewhere(graph)
+            return lambda source: graph.call_function(kept_if, (source, is_elsewhere))
+        return lambda source: graph.call_function(scaled, (source, self._fault.factor))
 
     def _is_elsewhere(self, graph: fx.Graph) -> fx.Node:
-        """Make the number that is 0 on the fault's rank and 1 on all others."""
+        """Make the condition that is false on the fault's rank and true on all others."""
         coordinate = mesh_coordinates(self._axes)[self._fault.rank]
         found: fx.Node | None = None
         for name, index in zip(self._axes, coordinate, strict=True):
@@ -140,7 +125,7 @@ class GraphPlanting:
                 differs if found is None else graph.call_function(operator.or_, (found, differs))
             )
         assert found is not None, "a mesh has an axis"
-        return graph.call_function(int, (found,))
+        return found
 
     def _drop(self, graph: fx.Graph, node: fx.Node, collective: Collective) -> None:
         """Let what waits for the collective read this rank's own share."""

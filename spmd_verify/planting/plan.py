@@ -111,7 +111,7 @@ def _payload_fault(
         group = _other_group(collective, ground)
         return _replace(fault, group=group) if group else None
     if kind == "shift":
-        return fault if collective.is_floating and collective.rows > 1 else None
+        return fault if collective.is_floating and collective.rows != 1 else None
     ranks = collective.ranks or range(ground.num_ranks)
     return _replace(fault, rank=source.choice(list(ranks)))
 

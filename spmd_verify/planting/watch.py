@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmd_verify.planting.faults import PAYLOAD_KINDS, Collective, Fault
 from spmd_verify.planting.groups import MeshGroups
+from spmd_verify.planting.payload import scaled, shifted
 from spmd_verify.runner.failures import is_user_file
 
 # The collective behind each operator of both namespaces (torch 2.13: the schemas of `c10d` and
@@ -144,13 +145,11 @@ class Watch(TorchDispatchMode):
 
     def _changed(self, payload: Tensor) -> Tensor:
         """Return what is sent instead."""
-        plain = payload.detach()
         if self._fault.kind == "zero_rank":
-            return torch.zeros_like(plain)
+            return torch.zeros_like(payload)
         if self._fault.kind == "shift":
-            return plain.roll(1, 0) if plain.ndim else plain.clone()
-        factor = self._fault.factor
-        return plain * (factor if plain.is_floating_point() or plain.is_complex() else int(factor))
+            return shifted(payload.detach())
+        return scaled(payload.detach(), self._fault.factor)
 
     def _dropped(self, func: Any, collective: Collective, bound: Bound) -> Any:
         """Let this rank go on with its own share."""

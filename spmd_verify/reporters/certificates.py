@@ -105,7 +105,7 @@ def _survivors(cell: Cell, found: Certificate) -> str:
         f"  {outcome.status}: {outcome.kind}: {outcome.fault}"
         + (f" ({outcome.note})" if outcome.note else "")
         for outcome in found.outcomes
-        if outcome.status in (SURVIVED, NOT_PLANTED) or outcome.note
+        if outcome.status in (SURVIVED, NOT_PLANTED)
     ]
     lines += [f"  note: {note}" for note in found.notes]
     if found.check is not None and found.check.seen_above < found.check.of:
@@ -120,7 +120,7 @@ def _survivors(cell: Cell, found: Certificate) -> str:
 def _faults(cell: Cell, found: Certificate) -> str:
     """Return every fault of a cell."""
     lines = [
-        [o.kind, o.fault, o.status, o.first or _NOTHING, o.cause or _NOTHING]
+        [o.kind, o.fault, o.status, o.first or o.note or _NOTHING, o.cause or _NOTHING]
         for o in found.outcomes
     ]
     headers = ("planted", "where", "status", "first divergence", "cause")
