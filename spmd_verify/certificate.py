@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from spmd_verify.planting.faults import EXPECTED_CAUSES, Fault
+from spmd_verify.planting.faults import Fault
 from spmd_verify.record import Cell
 
 # 1: first version.
@@ -149,7 +149,7 @@ def outcome_of(
         status=status,
         verdict=cell.verdict,
         cause=cell.cause.kind if cell.cause is not None else "",
-        expected=sorted(EXPECTED_CAUSES.get(fault.kind, ())),
+        expected=sorted(fault.expected_causes),
         first="" if first is None else f"step {first.step}, {first.stage}, {first.tensor}",
         note=note,
     )

@@ -164,5 +164,3 @@ def _joined(parts: Iterable[Iterable[Collective]]) -> list[Collective]:
         ranks = {*collective.ranks, *(known.ranks if known else ())}
         found[collective.key] = replace(known or collective, ranks=sorted(ranks))
     return list(found.values())
-
-

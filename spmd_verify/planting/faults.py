@@ -28,7 +28,8 @@ DRY_RUN: Final = "dry_run"
 # Multiplies observed gradients; checks the sensitivities.
 GRADIENT_FACTOR: Final = "gradient_factor"
 
-# Words of `cause.kind` (verdicts.md part 7) that name a planted kind rightly.
+# Words of `cause.kind` (verdicts.md part 7) that name a planted kind rightly; `KIND OPERATOR`
+# where it differs for one collective: what is gathered is placed, not reduced.
 EXPECTED_CAUSES: Final[dict[str, frozenset[str]]] = {
     "drop": frozenset({"missing_reduction", "no_sync"}),
     "double": frozenset({"factor", "double_reduction"}),
@@ -40,6 +41,8 @@ EXPECTED_CAUSES: Final[dict[str, frozenset[str]]] = {
     "stale": frozenset({"stale"}),
     "skip_buffer": frozenset({"buffer"}),
     "reseed": frozenset({"random_stream"}),
+    "drop all_gather": frozenset({"layout", "missing_reduction", "no_sync"}),
+    "drop all_to_all": frozenset({"layout", "missing_reduction", "no_sync"}),
 }
 
 # Half of the ranks, as the group of a `wrong_group` where no other axis fits.
@@ -116,6 +119,12 @@ class Fault(msgspec.Struct, frozen=True):
     def key(self) -> tuple[str, str, int]:
         """Return the name of its collective on every rank."""
         return self.operator, self.axis, self.nth
+
+    @property
+    def expected_causes(self) -> frozenset[str]:
+        """Return what would name it rightly."""
+        kind = EXPECTED_CAUSES.get(self.kind, frozenset())
+        return EXPECTED_CAUSES.get(f"{self.kind} {self.operator}", kind)
 
     def describe(self) -> str:
         """Return it in words, without its kind."""

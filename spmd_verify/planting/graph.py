@@ -17,6 +17,7 @@ from torch import fx
 from spmd_verify.errors import Unsupported
 from spmd_verify.planting.faults import PAYLOAD_KINDS, Collective, Fault
 from spmd_verify.planting.payload import kept_if, scaled, shifted
+from spmd_verify.runner.failures import is_user_file
 from spmd_verify.styles.base import mesh_coordinates
 
 aten = torch.ops.aten
@@ -82,7 +83,7 @@ class GraphPlanting:
                     nth=counts[kind, axis],
                     size=self._axes[axis],
                     reduction=str(node.args[1]) if kind in ("all_reduce", "reduce_scatter") else "",
-                    line=str(node.meta.get("line") or ""),
+                    line=_user_line(node),
                     ranks=list(range(len(mesh_coordinates(self._axes)))),
                 ),
             )
@@ -154,6 +155,12 @@ def _operator_name(node: fx.Node) -> str:
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "_c10d_functional":
         return ""
     return target._schema.name.rpartition("::")[2]
+
+
+def _user_line(node: fx.Node) -> str:
+    """Return the user's `file:line` of a node, empty where it is none of theirs."""
+    line = str(node.meta.get("line") or "")
+    return line if line and is_user_file(line.rpartition(":")[0]) else ""
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:

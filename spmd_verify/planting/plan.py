@@ -72,7 +72,9 @@ def _faults(kind: str, ground: Ground, source: random.Random) -> Iterator[Fault]
         for name in ground.buffers:
             yield Fault(kind, tensor=name, rank=source.randrange(ground.num_ranks))
     elif kind == "reseed":
-        yield Fault(kind, rank=source.randrange(ground.num_ranks))
+        # A style that hands out rank 0's random numbers minds no other rank's.
+        others = range(1, ground.num_ranks)
+        yield from (Fault(kind, rank=rank) for rank in [0, *source.sample(others, len(others))[:1]])
     else:
         for collective in ground.collectives:
             fault = _payload_fault(kind, collective, ground, source)

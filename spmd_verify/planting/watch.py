@@ -15,8 +15,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -223,7 +222,8 @@ def _group(bound: Bound) -> ProcessGroup:
     if "process_group" in bound:
         return ProcessGroup.unbox(bound["process_group"])
     name = bound["group_name"]
-    return _resolve_process_group(name) if isinstance(name, str) else name
+    resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    return resolve(name) if isinstance(name, str) else name
 
 
 def _in_group(bound: Bound, group: Any) -> Bound:
@@ -249,4 +249,3 @@ def _user_line() -> str:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""
-

@@ -131,7 +131,11 @@ def _faults(cell: Cell, found: Certificate) -> str:
 def _sensitivities(cell: Cell, found: Certificate) -> str:
     """Return the smallest visible error of every gradient."""
     lines = [
-        [entry.tensor, _relative(entry.relative), _NOTHING if entry.step is None else str(entry.step)]
+        [
+            entry.tensor,
+            _relative(entry.relative),
+            _NOTHING if entry.step is None else str(entry.step),
+        ]
         for entry in found.sensitivities
     ]
     headers = ("gradient", "visible from", "in step")
