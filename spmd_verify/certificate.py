@@ -24,7 +24,8 @@ class Sensitivity(msgspec.Struct, frozen=True):
 
     Attributes:
         tensor: The parameter.
-        relative: Smallest e for which `(1 + e) g` is a mismatch; None without a signal.
+        relative: Smallest e for which `(1 + e) g` is a mismatch; None for a gradient that is zero
+            or zero within its noise.
         step: The step that shows it.
     """
 

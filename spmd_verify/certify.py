@@ -86,6 +86,9 @@ class _Certifying:
             dtype=self.spec.case.dtype,
             can_halve=not self.dry[0].is_graph,
         )
+        if survey.unmoved:
+            names = ", ".join(survey.unmoved)
+            self.notes.append(f"whether it was updated cannot be told from its noise: {names}")
         options = self.cells.options
         plan = draw(ground, options.faults, options.seed)
         outcomes = [self.planted(i, len(plan), fault) for i, fault in enumerate(plan)]

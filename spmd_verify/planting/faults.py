@@ -59,9 +59,9 @@ class Collective(msgspec.Struct, frozen=True):
         nth: Which of its operator and axis, in the order of the step, from 0.
         size: Ranks in its group.
         reduction: `sum`, `avg`, ..., empty where nothing is reduced.
-        payload_bytes: What this rank puts in; 0 for a graph, which does not know.
-        rows: Length of dim 0 of the longest tensor put in, 1 for a number; 0 for a graph.
-        is_floating: Whether the payload rounds; a graph assumes it.
+        payload_bytes: What this rank puts in; 0 for a step that was not run.
+        rows: Length of dim 0 of the longest tensor put in, 1 for a number; 0 if not run.
+        is_floating: Whether the payload rounds; assumed if not run.
         line: The user's `file:line` that asked for it, empty where none did.
         ranks: Who takes part, as far as known.
     """

@@ -9,13 +9,15 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Final
 
+import msgspec
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from spmd_verify.errors import Unsupported
-from spmd_verify.planting.faults import PAYLOAD_KINDS, Collective, Fault
+from spmd_verify.planting.faults import DRY_RUN, PAYLOAD_KINDS, Collective, Fault
 from spmd_verify.planting.payload import kept_if, scaled, shifted
 from spmd_verify.runner.failures import is_user_file
 from spmd_verify.styles.base import mesh_coordinates
@@ -35,17 +37,15 @@ _OPERATORS: Final = {
 
 
 class GraphPlanting:
-    """Transformation of a local graph.
-
-    Attributes:
-        collectives: Of the graph it was last given, each with the ranks of the mesh.
-    """
+    """Transformation of a local graph."""
 
     def __init__(self, fault: Fault, axes: Mapping[str, int]) -> None:
         """Remember what to plant; `DRY_RUN` and state faults leave the graph alone."""
-        self.collectives: list[Collective] = []
         self._fault = fault
         self._axes = axes
+        self._listed: list[Collective] = []
+        # Of the dry run, by collective and tensor: bytes, rows, whether it rounds.
+        self._payloads: dict[int, dict[int, tuple[int, int, bool]]] = {}
 
     def __call__(self, graph: fx.GraphModule) -> fx.GraphModule:
         """Return the graph with the fault.
@@ -54,7 +54,12 @@ class GraphPlanting:
             Unsupported: `fault-not-planted`, where the graph has no such collective.
         """
         found = dict(self._found(graph))
-        self.collectives = list(found.values())
+        self._listed = list(found.values())
+        self._payloads.clear()
+        if self._fault.kind == DRY_RUN:
+            for position, node in enumerate(found):
+                _resend(graph.graph, node, partial(self._noting, graph.graph, position))
+            graph.recompile()
         if self._fault.kind not in PAYLOAD_KINDS:
             return graph
         for node, collective in found.items():
@@ -66,6 +71,36 @@ class GraphPlanting:
             f"The fault cannot be planted: {self._fault.describe()} is not in the graph",
             slug="fault-not-planted",
         )
+
+    @property
+    def collectives(self) -> list[Collective]:
+        """Return those of the graph last given, with what the dry run saw them send."""
+        found = []
+        for position, collective in enumerate(self._listed):
+            sent = self._payloads.get(position, {}).values()
+            found.append(
+                collective
+                if not sent
+                else msgspec.structs.replace(
+                    collective,
+                    payload_bytes=sum(size for size, _, _ in sent),
+                    rows=max(rows for _, rows, _ in sent),
+                    is_floating=any(is_floating for _, _, is_floating in sent),
+                )
+            )
+        return found
+
+    def _noting(self, graph: fx.Graph, position: int, index: int, source: fx.Node) -> fx.Node:
+        """Make the node that looks at what is sent; a local graph knows no sizes."""
+        payloads = self._payloads
+
+        def noted(payload: Tensor, position: int, index: int) -> Tensor:
+            is_floating = payload.is_floating_point() or payload.is_complex()
+            rows = payload.shape[0] if payload.ndim else 1
+            payloads.setdefault(position, {})[index] = (payload.nbytes, rows, is_floating)
+            return payload
+
+        return graph.call_function(noted, (source, position, index))
 
     def _found(self, graph: fx.GraphModule) -> Iterator[tuple[fx.Node, Collective]]:
         """Give the collectives that belong to the step in order."""
@@ -98,13 +133,7 @@ class GraphPlanting:
         else:
             with graph.graph.inserting_before(node):
                 change = self._change(graph.graph)
-                first = node.args[0]
-                made = (
-                    [_like(change(source), source) for source in _sources(node)]
-                    if isinstance(first, (list, tuple))
-                    else _like(change(_sources(node)[0]), _sources(node)[0])
-                )
-            node.args = (made, *node.args[1:])
+            _resend(graph.graph, node, lambda _, source: change(source))
 
     def _change(self, graph: fx.Graph) -> Callable[[fx.Node], fx.Node]:
         """Return what makes the node that is sent instead."""
@@ -147,6 +176,14 @@ class GraphPlanting:
             part = graph.call_function(operator.getitem, (parts, own))
             return graph.call_function(aten.clone.default, (part,))
         return graph.call_function(aten.clone.default, (source,))
+
+
+def _resend(graph: fx.Graph, node: fx.Node, change: Callable[[int, fx.Node], fx.Node]) -> None:
+    """Let a collective send what `change(index, source)` makes of each tensor it sends."""
+    with graph.inserting_before(node):
+        made = [_like(change(i, source), source) for i, source in enumerate(_sources(node))]
+    is_list = isinstance(node.args[0], (list, tuple))
+    node.args = (made if is_list else made[0], *node.args[1:])
 
 
 def _operator_name(node: fx.Node) -> str:

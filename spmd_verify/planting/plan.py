@@ -12,10 +12,13 @@ from msgspec.structs import replace as _replace
 
 from spmd_verify.planting.faults import HALF, KINDS, Collective, Fault
 
-# The smallest fault planted into a payload. Large beside the median relative floor of clean
+# The smallest fault planted into what is reduced. Large beside the median relative floor of clean
 # gradients (9e-8 to 5e-7 in float32, up to 1.4e-2 in bfloat16, verdicts.md part 3), small
 # beside anything a user would see in a loss curve.
 RESCALED: Final = {"float32": 1.0001, "float64": 1.0 + 1e-9, "bfloat16": 1.25}
+# What is gathered or sent may be added to something far larger: a normalisation's bias after one
+# step, times 1.0001, moved the example transformer's activations by 1e-7 of their norm.
+RESCALED_WHOLE: Final = 1.25
 
 _DROPPABLE: Final = frozenset(
     {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce"}
@@ -103,7 +106,8 @@ def _payload_fault(
     if kind == "double":
         return _replace(fault, factor=size) if sums else None
     if kind == "rescale":
-        factor = RESCALED.get(ground.dtype, RESCALED["float32"])
+        reduced = RESCALED.get(ground.dtype, RESCALED["float32"])
+        factor = reduced if collective.reduction else RESCALED_WHOLE
         return _replace(fault, factor=factor) if collective.is_floating else None
     if kind == "wrong_operation":
         factors = {"sum": 1.0 / size, "avg": size}

@@ -155,11 +155,13 @@ class Survey(msgspec.Struct, frozen=True):
     Attributes:
         parameters: Trainable ones that move in the first step.
         buffers: Floating ones that it writes.
+        unmoved: Those of both that move by no more than their noise.
         sensitivities: Of every gradient.
     """
 
     parameters: list[str]
     buffers: list[str]
+    unmoved: list[str]
     sensitivities: list[Sensitivity]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from spmd_verify.runner.specs import Survey, decode, encode
 from spmd_verify.runner.worker import Context, job
-from spmd_verify.sensitivity import sensitivities
+from spmd_verify.sensitivity import moved, sensitivities
 from spmd_verify.store import Store
 
 
@@ -12,21 +12,14 @@ from spmd_verify.store import Store
 def survey(_context: Context, payload: bytes) -> bytes:
     """Read a store: its path as msgpack `str -> Survey`."""
     store = Store(decode(payload, str))
-    first = [entry for entry in store.index.entries if entry.step == 0]
+    trainable = set(store.index.trainable)
+    parameters = {n: told for n, told in moved(store, "parameters").items() if n in trainable}
+    buffers = moved(store, "buffers")
     return encode(
         Survey(
-            parameters=[
-                entry.name
-                for entry in first
-                if entry.stage == "parameters"
-                and entry.has_signal
-                and entry.name in store.index.trainable
-            ],
-            buffers=[
-                entry.name
-                for entry in first
-                if entry.stage == "buffers" and entry.has_signal and "float" in entry.dtype
-            ],
+            parameters=[name for name, is_told in parameters.items() if is_told],
+            buffers=[name for name, is_told in buffers.items() if is_told],
+            unmoved=[n for n, is_told in {**parameters, **buffers}.items() if not is_told],
             sensitivities=sensitivities(store),
         )
     )
