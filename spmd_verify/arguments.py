@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from spmd_verify.errors import UsageError
+from spmd_verify.options import FuzzOptions
 from spmd_verify.version import __version__
 
-VERBS: Final = ("run", "certify", "styles", "schema")
+VERBS: Final = ("run", "certify", "compare", "fuzz", "styles", "schema")
 # Verbs of the design that this version does not have; typed alone they are no file names.
 PLANNED_VERBS: Final = (
-    "compare",
-    "fuzz",
     "report",
     "baseline",
     "repro",
@@ -56,6 +55,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_run_flags(certify)
     certify.add_argument("--faults", type=int, metavar="N", help="most faults planted in a cell "
         "(default: 24)")  # fmt: skip
+    _add_compare_flags(verbs.add_parser("compare", help="two dumps, or two records"))
+    _add_fuzz_flags(verbs.add_parser("fuzz", help="drawn models against the engine"))
     verbs.add_parser("styles", help="list the parallel styles")
     verbs.add_parser("schema", help="print the JSON Schema of a record")
     return parser
@@ -88,6 +89,29 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     add = shown.add_argument
     add("--list", dest="list_only", action="store_true", help="list the cells, run nothing")
     add("--explain", action="store_true", help="say where each part of the case was found")
+    _add_common_flags(parser, shown)
+
+
+def _add_compare_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of `compare`."""
+    add = parser.add_argument
+    add("reference", metavar="A", help="what is right: a dump of one device or more, or a record")
+    add("candidate", metavar="B", help="what is judged: a dump, or a newer record")
+    what = parser.add_argument_group("what to judge by (dumps)")
+    add = what.add_argument
+    add("--exact", metavar="DUMP", help="A's run in float64")
+    add("--noise", action="append", default=[], metavar="DUMP", help="another run of A, such as "
+        "another order of the batch; repeatable, four are wanted")  # fmt: skip
+    add("--layout", metavar="FILE", help="JSON {name glob: placements} for tensors without layout")
+    add(
+        "--axes", metavar="MESH", help="dp=2 or dp=2,tp=2: the mesh of plain rank0.safetensors, ..."
+    )
+    _add_common_flags(parser, parser.add_argument_group("what to show"))
+
+
+def _add_common_flags(parser: argparse.ArgumentParser, shown: argparse._ArgumentGroup) -> None:
+    """Declare the flags of every verb that judges."""
+    add = shown.add_argument
     add("-v", "--verbose", action="count", default=0, help="list tensors; -vv also exact ones; "
         "tracebacks of errors")  # fmt: skip
     add("-q", "--quiet", action="store_true", help="no progress, only the table")
@@ -98,6 +122,23 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     add("--strict", action="store_true", default=None, help="undetermined and unexercised rows "
         "fail too")  # fmt: skip
     add("--exit-zero", action="store_true", help="exit 0 instead of 1")
+
+
+def _add_fuzz_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of `fuzz`."""
+    parser.description = (
+        "Draw models and training steps, judge each under the engine's styles in this process, "
+        "and write the shortest form of every one that fails."
+    )
+    given = FuzzOptions()
+    add = parser.add_argument
+    add("--seconds", type=float, default=given.seconds, metavar="N", help="how long to draw "
+        "(default: 60)")  # fmt: skip
+    add("--seed", type=int, default=given.seed, help="of the draws (default: 0)")
+    add("--max-ranks", type=int, default=given.max_ranks, help="largest mesh (default: 8)")
+    add("--output", default=given.output, metavar="DIR", help="where failing models go (default: "
+        "the current folder)")  # fmt: skip
+    add("--dtype", default=given.dtype, help="float64 or float32 (default: float64)")
 
 
 def report_argument(text: str) -> tuple[str, str]:

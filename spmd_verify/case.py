@@ -46,6 +46,7 @@ from spmd_verify.model_build import (
     required_names,
 )
 from spmd_verify.modules import import_case_module, source_hash
+from spmd_verify.no_random import NoRandom
 from spmd_verify.seeding import seed_all
 from spmd_verify.style_ids import DATA_AXES
 from spmd_verify.user_code import UserCode
@@ -57,6 +58,8 @@ DTYPES: Final[dict[str, torch.dtype]] = {
 }
 # Large enough to move every parameter visibly, small enough for a few steps of anything.
 PROBE_LEARNING_RATE: Final = 1e-2
+# Overrides that change how a case is run, not what it is.
+SETTINGS: Final = frozenset({"optimizer", "random", "rows"})
 _REFUSED_OPTIMIZERS: Final = ("LBFGS", "SparseAdam")
 
 
@@ -161,8 +164,20 @@ class LoadedCase:
         return self.split(self.batch(step))[2]
 
     def batch(self, step: int) -> Any:
-        """Return a copy of the global batch of a step, as `step` gets it."""
-        return self._batches.batch(step)
+        """Return a copy of the global batch of a step, as `step` gets it.
+
+        The override `rows=divisible:N` leaves out samples until N divides their number.
+        """
+        batch = self._batches.batch(step)
+        divisor = int(self.overrides.get("rows", "divisible:1").rpartition(":")[2])
+        if divisor == 1:
+            return batch
+        leaves, spec = pytree.tree_flatten(batch)
+        for i, dim in enumerate(self.batch_dims):
+            if dim is not None:
+                kept = max(leaves[i].shape[dim] // divisor, 1) * divisor
+                leaves[i] = leaves[i].narrow(dim, 0, min(kept, leaves[i].shape[dim]))
+        return pytree.tree_unflatten(leaves, spec)
 
     @functools.cached_property
     def form(self) -> BatchForm:
@@ -178,7 +193,7 @@ class LoadedCase:
         """Return the argument path of every leaf of a batch, in pytree order."""
         positional = self.form.inputs != "dict"
         names = positional_names(self.forward_parameters) if positional else ()
-        return leaf_paths(self.batch(0), self.form, names)
+        return leaf_paths(self._batches.batch(0), self.form, names)
 
     @functools.cached_property
     def input_batch_dims(self) -> dict[str, int | None]:
@@ -187,7 +202,8 @@ class LoadedCase:
         Declared by `input_sharding()`; else dim 0 where its size is the batch size, else None.
         """
         declared = self._declared(self.hooks.input_sharding)
-        leaves = dict(zip(self.leaf_paths, pytree.tree_leaves(self.batch(0)), strict=True))
+        batch = self._batches.batch(0)
+        leaves = dict(zip(self.leaf_paths, pytree.tree_leaves(batch), strict=True))
         tensors = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Tensor)}
         dims: dict[str, int | None] = {
             path: batch_dim(declared[path]) for path in tensors if path in declared
@@ -302,10 +318,13 @@ class LoadedCase:
         )
 
     def factory_mode(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context every step of this case runs in: see `factory_dtype`."""
-        if self.dtype == torch.get_default_dtype():
-            return contextlib.nullcontext()
-        return FactoryDtype(self.dtype)
+        """Return the context every step of this case runs in: see `factory_dtype`, `no_random`."""
+        modes = contextlib.ExitStack()
+        if self.dtype != torch.get_default_dtype():
+            modes.enter_context(FactoryDtype(self.dtype))
+        if self.overrides.get("random") == "off":
+            modes.enter_context(NoRandom())
+        return modes
 
     def _default_step(self, model: nn.Module, optimizer: Any, batch: Any) -> Tensor:
         """Run zero_grad, forward, loss, backward and update; return the detached loss."""
@@ -400,7 +419,7 @@ def load_case(
     if parsed.kind == "hf":
         from spmd_verify.hf import hf_case  # transformers only where asked for
 
-        fields = {key: value for key, value in given.items() if key != "optimizer"}
+        fields = {key: value for key, value in given.items() if key not in SETTINGS}
         hooks, digest = hf_case(parsed.source, fields)
     else:
         module = import_case_module(parsed)

@@ -18,7 +18,7 @@ from torch import Tensor
 from spmd_verify.merge import Merged, fit_factor
 from spmd_verify.record import Cause
 from spmd_verify.store import Entry
-from spmd_verify.verdict import limit
+from spmd_verify.verdict import limit, unit_roundoff
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,8 @@ class Evidence:
 
     def holds(self, residual: float) -> bool:
         """Say whether a residual is only noise."""
+        if not unit_roundoff(self.entry.dtype):
+            return residual == 0.0  # integers do not round
         return residual <= limit(self.entry.dtype, "tensor") * self.noise
 
     def multiple(self, residual: float) -> float:

@@ -24,14 +24,17 @@ class Sensitivity(msgspec.Struct, frozen=True):
 
     Attributes:
         tensor: The parameter.
-        relative: Smallest e for which `(1 + e) g` is a mismatch; None for a gradient that is zero
-            or zero within its noise.
+        relative: Smallest e for which `(1 + e) g` differs beyond the noise; None for a gradient
+            that is zero or zero within its noise.
         step: The step that shows it.
+        update: The same of the parameter's first update. A smaller error of the gradient is
+            shown, and fails the cell only where something computed from it differs too.
     """
 
     tensor: str
     relative: float | None
     step: int | None = None
+    update: float | None = None
 
 
 class Outcome(msgspec.Struct, frozen=True):

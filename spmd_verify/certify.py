@@ -18,9 +18,10 @@ from spmd_verify.exit_codes import fails
 from spmd_verify.options import Options
 from spmd_verify.planting.faults import DRY_RUN, GRADIENT_FACTOR, Collective, Fault, Watched
 from spmd_verify.planting.plan import Ground, draw
-from spmd_verify.record import Cell, Record
+from spmd_verify.record import Cell, Record, Row
 from spmd_verify.run import Cells, Progress, verify
 from spmd_verify.runner.specs import SURVEY_JOB, CellSpec, Survey, decode, encode
+from spmd_verify.verdict import limit
 
 # A planted cell does what the dry run did; one that takes this much longer hangs.
 _PATIENCE: Final = 20.0
@@ -73,8 +74,8 @@ class _Certifying:
         self.dry = _watched(dry_cell)
         if not self.dry:
             return Certificate([], [], notes=[f"the dry run failed: {dry_cell.message}"])
-        limit = max(_LEAST_SECONDS, _PATIENCE * dry_cell.duration_seconds)
-        seconds = min(self.spec.timeout_seconds, limit)
+        patience = max(_LEAST_SECONDS, _PATIENCE * dry_cell.duration_seconds)
+        seconds = min(self.spec.timeout_seconds, patience)
         self.spec = replace(self.spec, timeout_seconds=seconds)
         survey = decode(self.cells.ask_solo(SURVEY_JOB, encode(self.spec.store_path)), Survey)
         collectives = _joined(watched.collectives for watched in self.dry)
@@ -130,11 +131,7 @@ class _Certifying:
             if not cell.tensors:
                 self.notes.append(f"the sensitivities could not be checked: {cell.message}")
                 return None
-            differing = {
-                row.name
-                for row in cell.tensors
-                if row.stage == "gradients" and row.verdict == "mismatch"
-            }
+            differing = {row.name for row in cell.tensors if _is_seen(row)}
             seen.append(len(differing & set(visible)))
         return Check(of=len(visible), seen_above=seen[0], seen_below=seen[1])
 
@@ -146,6 +143,19 @@ class _Certifying:
                 "two runs without a fault differ in bits: a fault that changes nothing cannot be "
                 "told from one that survived"
             )
+
+
+def _is_seen(row: Row) -> bool:
+    """Say whether a gradient is shown to differ, whether or not that fails the cell.
+
+    These are multiplied as they are read: what the optimizer used is right, and the judge says
+    so of a row that it would otherwise call a mismatch.
+    """
+    if row.stage != "gradients" or row.ratio is None:
+        return False
+    least = min(limit(row.dtype, "tensor"), limit(row.dtype, "row"))
+    is_open = row.verdict == "undetermined" and row.ratio > least
+    return row.verdict == "mismatch" or is_open
 
 
 def _watched(cell: Cell) -> list[Watched]:

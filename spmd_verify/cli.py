@@ -1,4 +1,7 @@
-"""The command line: parse, run, print, and one exit code. No verb but `run` imports torch."""
+"""The command line: parse, run, print, and one exit code.
+
+Only the verbs `run`, `compare` and `fuzz` import torch.
+"""
 
 import argparse
 import json
@@ -12,7 +15,7 @@ from typing import Any
 from spmd_verify.arguments import flag_settings, parse_arguments, report_argument
 from spmd_verify.errors import InternalError, SpmdVerifyError
 from spmd_verify.exit_codes import INTERNAL, INTERRUPTED, PASSED, WRONG_USE
-from spmd_verify.options import Options, parse_mesh
+from spmd_verify.options import FuzzOptions, Options, parse_mesh
 from spmd_verify.style_ids import STYLES
 
 
@@ -27,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         verbs: dict[str, Callable[[argparse.Namespace, list[str]], int]] = {
             "run": _run,
             "certify": _certify,
+            "compare": _compare,
+            "fuzz": _fuzz,
             "styles": _styles,
             "schema": _schema,
         }
@@ -135,6 +140,39 @@ def _certify(arguments: argparse.Namespace, words: list[str]) -> int:
     for report_format, path in options.reports:
         write_report(record, report_format, path)
     return int(record.exit_code)
+
+
+def _compare(arguments: argparse.Namespace, words: list[str]) -> int:
+    """Compare two dumps or two records, print what differs, write the reports."""
+    from spmd_verify import compare_verb  # not for --help
+    from spmd_verify.reporters import write_report
+
+    reports = [report_argument(text) for text in arguments.report]
+    record, text = compare_verb.compare(arguments, ("spmd-verify", *words))
+    print(text, flush=True)
+    for report_format, path in reports:
+        write_report(record, report_format, path)
+    return int(record.exit_code)
+
+
+def _fuzz(arguments: argparse.Namespace, words: list[str]) -> int:
+    """Draw models, judge them, write those that fail."""
+    del words
+    options = FuzzOptions(
+        arguments.seconds,
+        arguments.seed,
+        arguments.max_ranks,
+        arguments.output,
+        arguments.dtype,
+    ).checked()
+    from spmd_verify.fuzz import Fuzz  # not for --help
+    from spmd_verify.progress import Progress
+
+    progress = Progress()
+    try:
+        return Fuzz(options, lambda text: print(text, flush=True), progress.note).run()
+    finally:
+        progress.close()
 
 
 def _list(addresses: Sequence[str], options: Options) -> int:

@@ -7,6 +7,8 @@ model, none sees another rank's tensors, and nothing here talks to one. `merge` 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -28,9 +30,11 @@ from spmd_verify.layouts import (
 )
 from spmd_verify.norms import as_real, deviation, is_rounding, row_sums
 from spmd_verify.store import Entry, Store
-from spmd_verify.trajectory import Observation, Observed, same_bits
+from spmd_verify.trajectory import Observation, Observed, by_parameter, same_bits
 from spmd_verify.ulp import ulp_distance
 from spmd_verify.verdict import STAGES
+
+NO_SUCH_TENSOR: Final = "the reference has no such tensor"
 
 
 class Statistics(msgspec.Struct, kw_only=True):
@@ -112,10 +116,33 @@ def compare(
 
 
 def hyper_parameter_differences(
-    store: Store, values: dict[str, float], *, run: str, step: int, coordinate: Coordinate
+    store: Store,
+    values: dict[str, float],
+    *,
+    run: str,
+    step: int,
+    coordinate: Coordinate,
+    groups: Sequence[Sequence[str]] | None = None,
 ) -> list[Statistics]:
-    """Return one entry per hyper-parameter that differs from the reference before a step."""
+    """Return one entry per hyper-parameter that differs from the reference before a step.
+
+    Args:
+        store: The reference.
+        values: What `trajectory.hyper_parameters` gave.
+        run: `free`.
+        step: From 0.
+        coordinate: This rank's.
+        groups: Names of the parameters in each group, where the style may group otherwise
+            than one device; then every parameter has its own values.
+    """
     expected = store.index.hyper_parameters[step]
+    differing = {
+        name: (values.get(name, math.nan), expected.get(name, math.nan))
+        for name in dict.fromkeys([*expected, *values])
+        if values.get(name) != expected.get(name)
+    }
+    if groups and store.index.groups:
+        differing = _by_parameter(values, groups, expected, store.index.groups)
     return [
         Statistics(
             run=run,
@@ -125,13 +152,32 @@ def hyper_parameter_differences(
             coordinates=[coordinate],
             layout="R",
             worst_index=[],
-            actual=values.get(name, float("nan")),
-            expected=expected.get(name, float("nan")),
-            problem=f"hyper-parameter {values.get(name)!r}, expected {expected.get(name)!r}",
+            actual=actual,
+            expected=due,
+            problem=f"hyper-parameter {name} is {actual!r}, expected {due!r}",
         )
-        for name in dict.fromkeys([*expected, *values])
-        if values.get(name) != expected.get(name)
+        for name, (actual, due) in differing.items()
     ]
+
+
+def _by_parameter(
+    values: dict[str, float],
+    groups: Sequence[Sequence[str]],
+    expected: dict[str, float],
+    expected_groups: Sequence[Sequence[str]],
+) -> dict[str, tuple[float, float]]:
+    """Return what differs by key: `lr`, or `weight_decay of norm.weight` where only some do."""
+    own, due = by_parameter(values, groups), by_parameter(expected, expected_groups)
+    # A parameter that this rank does not have cannot differ here.
+    everyone = {name for _, name in own}
+    found: dict[tuple[str, float, float], list[str]] = {}
+    for (key, name), value in own.items():
+        if (key, name) in due and due[key, name] != value:
+            found.setdefault((key, value, due[key, name]), []).append(name)
+    return {
+        key if set(names) == everyone else f"{key} of {', '.join(names)}": (actual, right)
+        for (key, actual, right), names in found.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -161,7 +207,7 @@ def _compare_one(scene: _Scene, stage: str, name: str, observed: Observed) -> It
             )
             if entry is None:
                 found.has_signal = bool(local.any())
-                found.problem = "the reference has no such tensor"
+                found.problem = NO_SUCH_TENSOR
                 if found.has_signal:
                     yield found
                 continue
@@ -342,8 +388,7 @@ def _part_of(
         if part.shape != tuple(local.shape):
             return None, f"shape {list(local.shape)}, expected {list(part.shape)}"
         return part, None
-    guessed = _guessed(entry, scene.mesh_shape, coordinate)
-    fitting = [part for part in guessed if part.shape == tuple(local.shape)]
+    fitting = fitting_parts(entry.shape, scene.mesh_shape, coordinate, local)
     if not fitting:
         return None, f"layout unknown: shape {list(local.shape)}, global {entry.shape}"
 
@@ -354,17 +399,20 @@ def _part_of(
     return (fitting[0] if len(fitting) == 1 else min(fitting, key=distance)), None
 
 
-def _guessed(entry: Entry, mesh_shape: Sequence[int], coordinate: Coordinate) -> list[Region]:
-    """Return the distinct parts that an undeclared tensor may be: whole, or a chunk of a dim."""
-    whole = (_WHOLE,) * len(mesh_shape)
-    layouts = [whole] + [
-        (*whole[:axis], _Chunk(dim), *whole[axis + 1 :])
-        for axis in range(len(mesh_shape))
-        for dim in range(len(entry.shape))
-    ]
-    return list(
-        dict.fromkeys(region(entry.shape, layout, mesh_shape, coordinate) for layout in layouts)
+def fitting_parts(
+    shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Coordinate, local: Tensor
+) -> list[Region]:
+    """Return what an undeclared tensor may be by its shape: whole, or chunks over some axes."""
+    parts = dict.fromkeys(
+        region(shape, layout, mesh_shape, coordinate) for layout in layouts(shape, mesh_shape)
     )
+    return [part for part in parts if part.shape == tuple(local.shape)]
+
+
+def layouts(shape: Sequence[int], mesh_shape: Sequence[int]) -> Iterator[tuple[Any, ...]]:
+    """Give what an undeclared tensor may be: per axis whole or a chunk of a dim, whole first."""
+    choices = [_WHOLE, *(_Chunk(dim) for dim in range(len(shape)))]
+    return itertools.product(*(choices if size > 1 else [_WHOLE] for size in mesh_shape))
 
 
 class _Chunk:

@@ -112,14 +112,15 @@ def user_styles(module: ModuleType) -> dict[str, UserStyle]:
     """Return the styles of a file: `user` for `parallelize`, NAME for `parallelize_NAME`.
 
     A style exists where `parallelize`, `parallelize_NAME` or `setup_NAME` takes a model and
-    a mesh; its other hooks are found by the same suffix (`_user` for `parallelize`) and
+    a mesh (imported ones of torch, such as `parallelize_module`, are none); its other hooks are found by the same suffix (`_user` for `parallelize`) and
     may be missing. Order is that of the file.
     """
     names: list[str] = []
     for name, value in vars(module).items():
         opener, _, style = name.partition("_")
         is_opener = name == "parallelize" or (opener in ("parallelize", "setup") and style)
-        if is_opener and callable(value) and _takes(value, 2):
+        is_torchs = str(getattr(value, "__module__", "")).startswith("torch.")
+        if is_opener and callable(value) and not is_torchs and _takes(value, 2):
             names.append(style or USER_STYLE)
     return {name: _user_style(module, name) for name in dict.fromkeys(names)}
 

@@ -37,9 +37,14 @@ class Inputs:
             w.members.append(f"self.embedding = nn.Embedding(5, {self.width})")
             w.lines("x = self.embedding(x)")
 
-    def arguments(self) -> dict[str, str]:
-        """Return the expressions of the model's arguments; `g` is a generator."""
-        sizes = (self.tokens, self.batch) if self.time_first else (self.batch, self.tokens)
+    def arguments(self, parts: int = 1) -> dict[str, str]:
+        """Return the expressions of the model's arguments; `g` is a generator.
+
+        Args:
+            parts: Micro-batches of `batch` samples in the global batch.
+        """
+        batch = parts * self.batch
+        sizes = (self.tokens, batch) if self.time_first else (batch, self.tokens)
         shape = ", ".join(str(n) for n in sizes)
         if self.kind == "ids":
             arguments = {"x": f"torch.randint(5, ({shape}), generator=g)"}
@@ -146,25 +151,30 @@ class Loss:
         text = next(m for m in w.members if m.startswith("self.embedding"))
         return int(text.rpartition(",")[2].rstrip(")"))
 
-    def arguments(self, w: Writer) -> dict[str, str]:
-        """Return the expression of the target, if the loss has one."""
+    def target(self, w: Writer, parts: int = 1) -> str | None:
+        """Return the expression of the target, None if the loss has none.
+
+        Args:
+            w: With the finished model.
+            parts: Micro-batches in the global batch.
+        """
+        batch = parts * w.batch
         if self.kind in CLASSIFIED:
             # Unequal counts: the further down the batch, the more labels are ignored.
-            shape = f"({w.batch}, {w.tokens})"
-            kept = (
-                f"torch.rand({shape}, generator=g) > torch.arange({w.batch})[:, None] / {w.batch}"
-            )
-            return {"target": f"torch.randint({w.width}, {shape}, generator=g).where({kept}, -1)"}
+            shape = f"({batch}, {w.tokens})"
+            kept = f"torch.rand({shape}, generator=g) > torch.arange({batch})[:, None] / {batch}"
+            return f"torch.randint({w.width}, {shape}, generator=g).where({kept}, -1)"
         if any("target" in line for line in LOSSES[self.kind]):
-            shape = f"{w.batch}, {w.tokens}, {w.width}"
-            return {"target": f"torch.randn({shape}, generator=g)"}
-        return {}
+            return f"torch.randn({batch}, {w.tokens}, {w.width}, generator=g)"
+        return None
 
     def lines(self, w: Writer) -> list[str]:
         """Return the lines that compute `loss` from `out`."""
         return [t.format(b=w.batch, t=w.tokens, c=w.width) for t in LOSSES[self.kind]]
 
 
+# None that keeps numbers in the default dtype (NAdam's product of momenta): an island of float32
+# in float64, where rounding decides every value.
 OPTIMIZERS: Final = {
     "sgd": "torch.optim.SGD({p}, lr=0.1)",
     "momentum": "torch.optim.SGD({p}, lr=0.1, momentum=0.9, nesterov=True)",
@@ -174,6 +184,10 @@ OPTIMIZERS: Final = {
     "amsgrad": "torch.optim.Adam({p}, lr=0.01, amsgrad=True, weight_decay=0.1)",
     "rmsprop": "torch.optim.RMSprop({p}, lr=0.01, momentum=0.5, centered=True)",
     "adagrad": "torch.optim.Adagrad({p}, lr=0.05)",
+    "tensor-rate": "torch.optim.SGD({p}, lr=torch.tensor(0.1).double(), momentum=0.5)",
+    "adamax": "torch.optim.Adamax({p}, lr=0.01)",
+    "adadelta": "torch.optim.Adadelta({p}, lr=1.0)",
+    "adafactor": "torch.optim.Adafactor({p}, lr=0.05)",
     "hand": "Hand({p})",
     "none": "",
 }
@@ -199,17 +213,74 @@ class Hand(torch.optim.Optimizer):
 """
 
 
+# Clipping -> the lines between backward and update.
+CLIPS: Final = {
+    "none": (),
+    "norm": ("norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)",),
+    "value": ("nn.utils.clip_grad_value_(model.parameters(), 0.05)",),
+    "norm-inf": ("norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type='inf')",),
+    "norm-each": (
+        "for p in model.parameters():",
+        "    nn.utils.clip_grad_norm_([p], 0.2)",
+    ),
+    "by-hand": (
+        "grads = [p.grad for p in model.parameters() if p.grad is not None]",
+        "norm = torch.stack([g.norm() for g in grads]).norm()",
+        "for g in grads:",
+        "    g.mul_((0.5 / (norm + 1e-6)).clamp(max=1.0))",
+    ),
+}
+
+# Second loss -> the lines behind the first one. {loss}, {both} and {aux} are what is divided by
+# the number of backward passes, {other} the model called on the batch in reversed order.
+SECOND_LOSSES: Final = {
+    "none": ("{loss}.backward()",),
+    "sum": ("aux = 0.1 * out.pow(2).mean()", "{both}.backward()"),
+    "twice": (
+        "aux = 0.1 * out.pow(2).mean()",
+        "{loss}.backward(retain_graph=True)",
+        "{aux}.backward()",
+    ),
+    "other-forward": (
+        "{loss}.backward()",
+        "aux = 0.1 * {other}.pow(2).mean()",
+        "{aux}.backward()",
+    ),
+}
+
+# In-step schedule -> what it sets before the forward, and after the update.
+_GROUPS: Final = "for group in optimizer.param_groups:"
+SCHEDULES: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
+    "none": ((), ()),
+    "decay": ((), (_GROUPS, "    group['lr'] *= 0.5")),
+    "warmup": (
+        (
+            _GROUPS,
+            "    group['passed'] = group.get('passed', 0) + 1",
+            "    group['lr'] = 0.02 * group['passed']",
+        ),
+        (),
+    ),
+    "weight-decay": ((_GROUPS, "    group['weight_decay'] = group['lr'] / 2"), ()),
+    "scheduler": ((), ("optimizer.schedule.step()",)),
+    "buffer": (("model.passed += 1",), ()),
+}
+
+
 @dataclass(frozen=True)
 class Training:
     """How a step trains.
 
     Attributes:
         optimizer: One of `OPTIMIZERS`; `none` updates by hand in the step.
-        clip: `none`, `norm` or `value`.
-        accumulate: Backward passes per step, each on the whole batch with its own draw.
+        clip: One of `CLIPS`.
+        accumulate: Backward passes per step, each with its own random draws.
         zero: When gradients are cleared: `before`, `after`, `zeros` (kept), `never`.
         groups: Whether one-dim parameters are a group with a rate of their own.
         warm: Eager steps before the first compiled one, so that state exists.
+        micro: Whether each backward pass has its own part of the batch, or all of it.
+        second: One of `SECOND_LOSSES`.
+        schedule: One of `SCHEDULES`; without an optimizer only `buffer` does something.
     """
 
     optimizer: str = "sgd"
@@ -218,49 +289,94 @@ class Training:
     zero: str = "before"
     groups: bool = False
     warm: int = 0
+    micro: bool = False
+    second: str = "none"
+    schedule: str = "none"
+
+    @property
+    def parts(self) -> int:
+        """Return how many times the model's batch the global batch is."""
+        return self.accumulate if self.micro else 1
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Say whether a step leaves other numbers in Python than it found."""
+        return self.schedule not in ("none", "buffer") and self.optimizer != "none"
+
+    def finish(self, w: Writer) -> None:
+        """Add the buffer that a schedule counts in."""
+        if self.schedule == "buffer":
+            w.members.append("self.register_buffer('passed', torch.zeros(()))")
 
     def optimizer_lines(self) -> list[str]:
-        """Return the body of `make_optimizer`."""
+        """Return the body of `get_optimizer`; nothing where the step needs none."""
         if self.optimizer == "none":
-            return ["return None"]
-        if not self.groups:
-            text = OPTIMIZERS[self.optimizer].format(p="model.parameters()")
-            return [f"return {text}"]
-        text = OPTIMIZERS[self.optimizer].format(p="groups")
-        return [
+            return []
+        text = OPTIMIZERS[self.optimizer].format(
+            p="groups" if self.groups else "model.parameters()"
+        )
+        groups = [
             "small = [p for p in model.parameters() if p.dim() < 2]",
             "large = [p for p in model.parameters() if p.dim() >= 2]",
             "groups = [{'params': p, 'lr': 0.02 * (i + 1)} "
             "for i, p in enumerate((small, large)) if p]",
-            f"return {text}",
         ]
+        scheduled = [
+            f"optimizer = {text}",
+            "optimizer.schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)",
+            "return optimizer",
+        ]
+        made = scheduled if self.schedule == "scheduler" else [f"return {text}"]
+        return [*(groups if self.groups else []), *made]
 
-    def step_lines(self, call: list[str], result: str) -> list[str]:
-        """Return the body of `step`.
+    def step_lines(
+        self, forward: str, loss: list[str], results: list[str], dims: dict[str, int | None]
+    ) -> list[str]:
+        """Return the body of `step`, its batch unpacked.
 
         Args:
-            call: Lines that compute `loss`.
-            result: What the step returns.
+            forward: The call of the model.
+            loss: Lines that compute `loss` from `out`.
+            results: Names that the step returns.
+            dims: Names of the batch's members with their batch dims.
         """
+        before, after = SCHEDULES[self.schedule]
+        if self.optimizer == "none" and self.schedule != "buffer":
+            before = after = ()
         zero = "optimizer.zero_grad({})" if self.optimizer != "none" else "model.zero_grad({})"
         zero = zero.format("set_to_none=False" if self.zero == "zeros" else "")
-        lines = [zero] if self.zero in ("before", "zeros") else []
-        backward = [*call, "loss.backward()"]
+        lines = [*before, *([zero] if self.zero in ("before", "zeros") else [])]
+        once = [f"out = {forward}", *loss]
+        if self.schedule == "buffer":
+            once.append("loss = loss * 0.5**model.passed")
+        flipped = forward.replace("(x", f"(x.flip({dims['x']})")
+        named = {"loss": "loss", "both": "(loss + aux)", "aux": "aux"}
         if self.accumulate > 1:
-            backward = [*call, f"(loss / {self.accumulate}).backward()"]
-            lines += [f"for _ in range({self.accumulate}):", indented(backward, 4)]
-        else:
-            lines += backward
-        if self.clip == "norm":
-            lines.append("norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)")
-            result = result.replace("}", ", 'norm': norm}")
-        elif self.clip == "value":
-            lines.append("nn.utils.clip_grad_value_(model.parameters(), 0.05)")
-        lines += ["optimizer.step()"] if self.optimizer != "none" else [
+            named = {key: f"({text} / {self.accumulate})" for key, text in named.items()}
+        once += [line.format(other=flipped, **named) for line in SECOND_LOSSES[self.second]]
+        lines += [self._loop(dims), indented(once, 4)] if self.accumulate > 1 else once
+        names = [*results, *(["aux"] if self.second != "none" else [])]
+        names += ["norm"] if any("norm =" in line for line in CLIPS[self.clip]) else []
+        lines += [*CLIPS[self.clip], *self._update(), *after]
+        lines += [zero] if self.zero == "after" else []
+        return [*lines, f"return {{{', '.join(f'{name!r}: {name}' for name in names)}}}"]
+
+    def _loop(self, dims: dict[str, int | None]) -> str:
+        """Return the head of the loop of accumulation."""
+        if not self.micro:
+            return f"for _ in range({self.accumulate}):"
+        split = {name: dim for name, dim in dims.items() if dim is not None}
+        chunks = [f"{name}.chunk({self.accumulate}, {dim})" for name, dim in split.items()]
+        if len(chunks) == 1:
+            return f"for x in {chunks[0]}:"
+        return f"for {', '.join(split)} in zip({', '.join(chunks)}):"
+
+    def _update(self) -> list[str]:
+        if self.optimizer != "none":
+            return ["optimizer.step()"]
+        return [
             "with torch.no_grad():",
             "    for p in model.parameters():",
             "        if p.grad is not None:",
             "            p.sub_(0.1 * p.grad)",
-        ]  # fmt: skip
-        lines += [zero] if self.zero == "after" else []
-        return [*lines, f"return {result}"]
+        ]

@@ -121,10 +121,10 @@ def read(path: str | Path) -> Dump:
     """
     path = Path(path)
     if path.is_file():
-        opened = _opened(path)
+        file = open_tensors(path)
         index = RankIndex(path, 0, 1, {}, ())
-        index.tensors = {key: TensorIndex(None, ()) for key in opened.keys()}  # noqa: SIM118
-        return Dump(path, [index], [opened])
+        index.tensors = {key: TensorIndex(None, ()) for key in list(file.keys())}
+        return Dump(path, [index], [file])
     found = sorted(path.glob("rank-*.json"))
     if not found:
         raise DumpError(
@@ -137,7 +137,7 @@ def read(path: str | Path) -> Dump:
     for index in indices:
         check_mesh(index)
     check_ranks(path, indices)
-    files = [_opened(index.path.with_suffix(".safetensors")) for index in indices]
+    files = [open_tensors(index.path.with_suffix(".safetensors")) for index in indices]
     return Dump(path, indices, files)
 
 
@@ -188,6 +188,19 @@ class Dump:
             if key in index.tensors
         }
 
+    def local_shape(self, key: str, coordinate: Coordinate) -> tuple[int, ...]:
+        """Return the shape of one rank's part without reading it."""
+        sizes = tuple(self._files[coordinate].get_slice(key).get_shape())
+        return sizes[:-1] if self._indices[coordinate].tensors[key].is_complex else sizes
+
+    def local_shapes(self, key: str) -> dict[Coordinate, tuple[int, ...]]:
+        """Return the shapes of the parts of all ranks that have the tensor, in rank order."""
+        return {
+            coordinate: self.local_shape(key, coordinate)
+            for coordinate, index in self._indices.items()
+            if key in index.tensors
+        }
+
     def declare(self, key: str, shape: Sequence[int], layouts: Mapping[Coordinate, Any]) -> None:
         """Say what a tensor without layout is.
 
@@ -203,7 +216,7 @@ class Dump:
             index = self._indices[coordinate]
             index.tensors[key].shape = tuple(shape)
             index.tensors[key].layout = own_placements(layout, len(shape))
-            check_part(index, key, self._local_shape(key, coordinate))
+            check_part(index, key, self.local_shape(key, coordinate))
         self._shapes[key] = tuple(shape)
 
     def parts(self, key: str) -> dict[Region, dict[Coordinate, Tensor]]:
@@ -243,6 +256,9 @@ class Dump:
         seen = torch.zeros(shape, dtype=torch.bool)
         for part, copies in parts.items():
             for coordinate, local in copies.items():
+                if part.is_whole(shape) and not bool(seen.any()):
+                    value, seen = local, torch.ones(shape, dtype=torch.bool)
+                    continue
                 known = take_region(seen, part)
                 there = torch.where(known, take_region(value, part), local)
                 if not same_bits(there, local):
@@ -260,6 +276,22 @@ class Dump:
             )
         return value
 
+    def missing(self, key: str) -> int:
+        """Count the elements of a tensor that no rank has; 0 where it has no layout."""
+        shape, layouts = (
+            self.shape(key),
+            {at: self.layout(key, at) for at in self.local_shapes(key)},
+        )
+        if shape is None or None in layouts.values():
+            return 0
+        found = {region(shape, each, self.mesh_shape, at) for at, each in layouts.items()}
+        if any(part.is_whole(shape) for part in found):
+            return 0
+        seen = torch.zeros(shape, dtype=torch.bool)
+        for part in found:
+            put_region(seen, part, torch.ones(part.shape, dtype=torch.bool))
+        return int((~seen).sum())
+
     def _take_in(self, index: RankIndex) -> None:
         """Check one rank's index against its file and the other ranks."""
         file = self._files[index.coordinate]
@@ -269,7 +301,7 @@ class Dump:
             side = "only in the .safetensors file" if odd in stored else "only in the JSON"
             raise unreadable(index.path, f"tensor {odd!r} {side}")
         for key, entry in index.tensors.items():
-            local = self._local_shape(key, index.coordinate)
+            local = self.local_shape(key, index.coordinate)
             dtype = str(file.get_slice(key).get_dtype())
             if entry.shape is None and (entry.layout is not None and not _splits(entry.layout)):
                 entry.shape = local
@@ -288,11 +320,6 @@ class Dump:
                 f"{index.rank}, {known!r} on a rank before it. Write the dump again from one run",
                 slug="dump-disagrees",
             )
-
-    def _local_shape(self, key: str, coordinate: Coordinate) -> tuple[int, ...]:
-        """Return the shape of one rank's part without reading it."""
-        sizes = tuple(self._files[coordinate].get_slice(key).get_shape())
-        return sizes[:-1] if self._indices[coordinate].tensors[key].is_complex else sizes
 
     def _local(self, key: str, coordinate: Coordinate) -> Tensor:
         """Read one rank's part."""
@@ -344,8 +371,12 @@ def _splits(layout: Layout) -> bool:
     return any(hasattr(placement, "dim") for placement in layout)
 
 
-def _opened(path: Path) -> Any:
-    """Map a safetensors file."""
+def open_tensors(path: Path) -> Any:
+    """Map a safetensors file.
+
+    Raises:
+        DumpError: `dump-unreadable`.
+    """
     try:
         return safe_open(str(path), framework="pt")
     except (OSError, SafetensorError) as error:

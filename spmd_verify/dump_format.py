@@ -27,7 +27,7 @@ from spmd_verify.verdict import STAGES
 
 # 1: first version.
 SCHEMA: Final = 1
-_OPERATIONS: Final = ("sum", "avg", "max", "min")
+OPERATIONS: Final = ("sum", "avg", "max", "min")
 
 Layout = tuple[Any, ...]
 
@@ -292,7 +292,7 @@ def _placement(plain: Any, where: str) -> Any:
         indices: Any = plain.get("indices")
         units = plain.get("units", [])
         outer, inner = plain.get("outer", 1), plain.get("inner", 1)
-        if plain.get("partial") in _OPERATIONS:
+        if plain.get("partial") in OPERATIONS:
             return Partial(plain["partial"])
         if _are_counts(indices) and _is_count(plain.get("dim")):
             return Indexed(plain["dim"], tuple(indices))

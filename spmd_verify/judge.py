@@ -7,18 +7,27 @@ which runner it came from.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 
 from spmd_verify.cause import Evidence, exact_norm, find_cause
-from spmd_verify.compare import Statistics
+from spmd_verify.compare import NO_SUCH_TENSOR, Statistics
 from spmd_verify.merge import Merged, TensorKey, by_tensor, merge
 from spmd_verify.record import Cause, Exercised, FirstDivergence, Row, WorstTensor
 from spmd_verify.rows import Fit, blank_row, count, growth, ratio_of, worst_row
 from spmd_verify.store import Entry, FloorInfo, Store
-from spmd_verify.verdict import ANCHORED_STAGES, STAGES, Verdict, cell_verdict, limit, row_verdict
+from spmd_verify.verdict import (
+    ANCHORED_STAGES,
+    LIMITS,
+    STAGES,
+    Verdict,
+    cell_verdict,
+    limit,
+    row_verdict,
+)
 
 # Stages a style may leave out: nothing is concluded from their absence.
 _OPTIONAL = frozenset({"inputs", "module_outputs", "clipping"})
@@ -62,6 +71,7 @@ def judge(
     *,
     axes: Mapping[str, int],
     is_anchored: bool = True,
+    adjust: Callable[[list[Row]], None] | None = None,
 ) -> Judgement:
     """Judge one cell.
 
@@ -70,12 +80,20 @@ def judge(
         statistics: Of all ranks, both runs, all steps.
         axes: Mesh axes in mesh order, `{name: ranks}`.
         is_anchored: False where anchoring was switched off: the free run decides alone.
+        adjust: Looks at the rows before anything is concluded from them, in place.
     """
     judging = _Judging(store, by_tensor(statistics), axes, is_anchored)
     rows = judging.rows()
-    _settle_module_outputs(rows)
+    if adjust is not None:
+        adjust(rows)
+    settle(rows)
+    if is_anchored and _is_anchoring_to_blame(judging, rows):
+        judging = _Judging(store, judging.statistics, axes, is_anchored=False)
+        judging.notes.append(_OWN_STATE)
+        rows = judging.rows()
+        settle(rows)
     first = next((row for row in rows if row.verdict == Verdict.MISMATCH), None)
-    _mark_downstream(rows, first)
+    mark_downstream(rows, first)
     parameters = [
         row for row in rows if row.stage == "parameters" and row.step == store.index.steps - 1
     ]
@@ -103,6 +121,19 @@ def judge(
         growth=growth(rows, store.index.steps),
         notes=judging.notes,
     )
+
+
+# Stages whose tensors a style may hold in parts that nobody declared.
+_LAYOUTLESS: Final = ("inputs", "module_outputs", "eval_outputs", "optimizer_state")
+# Stages that localise a fault and never make one alone.
+_LOCALISING: Final = ("inputs", "module_outputs")
+_OWN_STATE: Final = (
+    "anchoring is switched off: the style keeps state of its own that restoring parameters and "
+    "optimizer state does not reach; the free run decides alone"
+)
+
+
+_LARGEST_LIMIT: Final = max(LIMITS.values())
 
 
 @dataclass
@@ -155,9 +186,12 @@ class _Judging:
         """Return rows of tensors that only one side has, and of gradients that neither has."""
         found = []
         for (own_run, own_step, own_stage, name), entries in self.statistics.items():
-            if (own_run, own_step, own_stage) != (run, step, stage) or name in known:
+            # Hyper-parameters are compared before the steps of the free run.
+            runs = (run, "free") if stage == "inputs" else (run,)
+            if own_run not in runs or (own_step, own_stage) != (step, stage) or name in known:
                 continue
-            if stage in ("module_outputs", "optimizer_state", "clipping"):
+            is_own = entries[0].problem == NO_SUCH_TENSOR
+            if is_own and (stage in _OPTIONAL or stage in ("optimizer_state", "buffers")):
                 continue  # the style's own modules and bookkeeping
             entry = Entry(step=step, stage=stage, name=name, shape=[], dtype="")
             merged = merge([], entries)
@@ -186,7 +220,7 @@ class _Judging:
         if not entries:
             return self.absent(entry, run)
         merged = merge(entry.shape, entries)
-        if stage == "loss" and merged.values and not merged.is_exact:
+        if stage in ("loss", "eval_outputs") and merged.values and not merged.is_exact:
             self.reduce_losses(entry, run, merged)
         floor = entry.floors.get(run, FloorInfo(noise=0.0, scale=0.0))
         row = self.measured(entry, run, merged, floor)
@@ -198,7 +232,8 @@ class _Judging:
         """Return the row of a tensor that no rank showed."""
         if entry.stage in _OPTIONAL:
             return None
-        shown = (run, entry.step, entry.stage) in self.seen
+        # State may be kept elsewhere, or flat; a parameter that moves wrongly shows it.
+        shown = (run, entry.step, entry.stage) in self.seen and entry.stage != "optimizer_state"
         floor = FloorInfo(noise=0.0, scale=0.0)
         if not shown or not entry.has_signal or entry.stage in ("loss", "eval_outputs"):
             row = blank_row(entry, run, Merged(), floor)
@@ -212,7 +247,8 @@ class _Judging:
         """Return the row of a tensor that was compared."""
         if merged.problems:
             due = merged.problems[0]
-            if entry.stage == "module_outputs" or due.startswith("a reduction is still due"):
+            unknown = due.startswith("layout unknown") and entry.stage in _LAYOUTLESS
+            if unknown or due.startswith("a reduction is still due"):
                 row = blank_row(entry, run, merged, floor)
                 row.verdict, row.unknown["reason"] = Verdict.UNDETERMINED, due
                 return row
@@ -291,6 +327,8 @@ class _Judging:
         row.cause = find_cause(evidence)
         if merged.copies_differ:
             row.unknown["copies_differ"] = True
+        if merged.problems:
+            row.unknown["problem"] = merged.problems[0]
         return row
 
     def reduce_losses(self, entry: Entry, run: str, merged: Merged) -> None:
@@ -310,8 +348,11 @@ class _Judging:
             if own > allowed >= error:
                 merged.squares = torch.tensor([error**2], dtype=torch.float64)
                 merged.layout = f"{how} over ranks"
-                self.notes.append(f"the loss is right as the {how} over ranks")
+                if entry.stage == "loss":
+                    self.notes.append(f"the loss is right as the {how} over ranks")
                 return
+        if entry.stage == "eval_outputs" and own > allowed:
+            merged.problems.append("layout unknown: a number that each rank has of its own part")
 
     def exercised(self, rows: Sequence[Row]) -> Exercised:
         """Count gradients and trainable parameters with signal, by name."""
@@ -330,27 +371,94 @@ class _Judging:
         return int(row.unknown.get("undetermined_elements", 0))
 
 
-def _settle_module_outputs(rows: list[Row]) -> None:
-    """Let a module output be a mismatch only where a later stage of its step is one, in place."""
-    place = STAGES.index("module_outputs")
+def settle(rows: list[Row]) -> None:
+    """Let inputs and module outputs be a mismatch only where a later stage of the step is one.
+
+    In place. Alone they say nothing: a style may feed and compute otherwise and be right.
+    """
+    _settle_gradients(rows)
     confirmed = {
-        row.step
-        for row in rows
-        if row.verdict == Verdict.MISMATCH and STAGES.index(row.stage) > place
+        row.step for row in rows if row.verdict == Verdict.MISMATCH and row.stage not in _LOCALISING
     }
     for row in rows:
-        if row.stage != "module_outputs" or row.step in confirmed:
+        if row.stage not in _LOCALISING or row.step in confirmed:
             continue
         if row.verdict == Verdict.MISMATCH:
             row.verdict, row.cause = Verdict.UNDETERMINED, None
             row.unknown["reason"] = "it differs, but nothing computed from it does"
 
 
-def _mark_downstream(rows: list[Row], first: Row | None) -> None:
+def _settle_gradients(rows: list[Row]) -> None:
+    """Let a gradient be no mismatch where everything computed from it is right, in place.
+
+    A style may leave gradients of parts it does not own unreduced, or reduce them elsewhere.
+    What the optimizer did with them shows: state and parameter, and the norm that clips.
+    """
+    wrong = {
+        (row.step, _owner(row)) for row in rows if row.verdict == Verdict.MISMATCH
+        and row.stage in ("optimizer_state", "parameters")
+    }  # fmt: skip
+    right = {
+        (row.step, row.name)
+        for row in rows
+        if row.stage == "parameters" and row.verdict in (Verdict.EXACT, Verdict.ROUNDING)
+    }
+    norms = {
+        row.step
+        for row in rows
+        if row.stage == "clipping"
+        and row.name in ("total_norm", "clip_factor")
+        and row.verdict == Verdict.MISMATCH
+    }
+    steps = {step for step, _ in right}
+    for row in rows:
+        if row.stage not in ("gradients", "clipping") or row.verdict != Verdict.MISMATCH:
+            continue
+        later = [step for step in steps if step >= row.step]
+        is_right = all(
+            (step, row.name) in right and (step, row.name) not in wrong for step in later
+        )
+        if is_right and later and not norms:
+            row.verdict, row.cause = Verdict.UNDETERMINED, None
+            row.unknown["reason"] = (
+                "it differs as read before the step, but state and parameter computed from it are "
+                "right: it is not what the optimizer used, or the optimizer hides it; a probe with "
+                "SGD decides"
+            )
+
+
+def _owner(row: Row) -> str:
+    """Return the parameter that a row of state or parameters is about."""
+    return row.name.rpartition(".")[0] if row.stage == "optimizer_state" else row.name
+
+
+def mark_downstream(rows: list[Row], first: Row | None) -> None:
     """Name the first divergence in every later mismatch, in place."""
     for row in rows:
+        row.downstream_of = None
         if first is not None and row is not first and row.verdict == Verdict.MISMATCH:
             row.downstream_of = f"step {first.step}, {first.stage}, {first.name}"
+
+
+def _is_anchoring_to_blame(judging: _Judging, rows: list[Row]) -> bool:
+    """Say whether the style keeps state that restoring the model does not reach.
+
+    Then every anchored step starts from a mixture, while the free run is right: the anchored
+    error is larger than what the free run's own noise would hide.
+    """
+    wrong = [row for row in rows if row.verdict == Verdict.MISMATCH]
+    if not wrong or any(row.run != "anchored" for row in wrong):
+        return False
+    alone = _Judging(judging.store, judging.statistics, judging.axes, is_anchored=False).rows()
+    settle(alone)
+    if any(row.verdict == Verdict.MISMATCH for row in alone):
+        return False
+    free = {(row.step, row.stage, row.name): row for row in alone}
+    return any(
+        (twin := free.get((row.step, row.stage, row.name))) is not None
+        and (row.error or 0.0) > _LARGEST_LIMIT * (twin.noise or 0.0)
+        for row in wrong
+    )
 
 
 def _rank(coordinate: Sequence[int], axes: Mapping[str, int]) -> int:

@@ -211,13 +211,14 @@ def region(
     if not len(placements) == len(mesh_shape) == len(coordinate):
         raise _misfit(global_shape, layout, mesh_shape, "one placement per mesh axis is needed")
     splits: list[list[Split]] = [[] for _ in global_shape]
-    for placement, size, index in zip(placements, mesh_shape, coordinate, strict=True):
-        if not is_sharded(placement):
-            continue
+    for axis in _in_order(placements):
+        placement, size, index = placements[axis], mesh_shape[axis], coordinate[axis]
         if not -len(global_shape) <= placement.dim < len(global_shape):
             raise _misfit(global_shape, layout, mesh_shape, f"there is no dim {placement.dim}")
         if hasattr(placement, "split_factor"):
-            raise _misfit(global_shape, layout, mesh_shape, "strided shards have no rule here")
+            before = math.prod(split.num_ranks for split in splits[placement.dim])
+            if before != placement.split_factor:
+                raise _misfit(global_shape, layout, mesh_shape, "a strided shard of other axes")
         units = tuple(getattr(placement, "units", ()))
         if units and len(units) != size:
             raise _misfit(global_shape, layout, mesh_shape, f"{len(units)} units, {size} ranks")
@@ -236,6 +237,17 @@ def region(
         )
     except ValueError as error:
         raise _misfit(global_shape, layout, mesh_shape, str(error)) from error
+
+
+def _in_order(placements: Sequence[Any]) -> list[int]:
+    """Return the sharding axes in the order in which they split.
+
+    That of the mesh; but a strided shard splits what later axes left (fully_shard of what is
+    tensor-parallel already). Source: torch.distributed.tensor 2.13, `_StridedShard`.
+    """
+    sharding = [axis for axis, placement in enumerate(placements) if is_sharded(placement)]
+    strided = [axis for axis in sharding if hasattr(placements[axis], "split_factor")]
+    return [axis for axis in sharding if axis not in strided] + strided[::-1]
 
 
 @lru_cache(maxsize=8192)

@@ -87,6 +87,7 @@ class Observer:
         optimizer: Optimizer | Iterable[Optimizer],
         *,
         argument_names: Sequence[str] | None = None,
+        with_inputs: bool = True,
         with_module_outputs: bool = True,
         order_gradients: bool = False,
         names: Names | None = None,
@@ -98,6 +99,7 @@ class Observer:
             optimizer: One optimizer or several.
             argument_names: Names of positional arguments of the root's forward; read from
                 the innermost wrapped module's signature when left out.
+            with_inputs: Whether to hook the root's forward.
             with_module_outputs: Whether to hook every module.
             order_gradients: Record gradients in the order autograd finished them. Needs
                 leaf hooks, so it is for eager single-device runs.
@@ -107,15 +109,20 @@ class Observer:
         self.model = model
         self.optimizers = optimizers_of(optimizer)
         self.argument_names = argument_names
+        self.with_inputs = with_inputs
         self.with_module_outputs = with_module_outputs
         self.order_gradients = order_gradients
         self.names = names
         self.is_entered = True
+        self._undo = ExitStack()
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin another step with an empty record; what was hooked stays so."""
         self.record: StepRecord = {stage: {} for stage in INNER_STAGES}
         self._finished: dict[str, None] = {}
         self._is_clipped = False
         self._has_gradients = False
-        self._undo = ExitStack()
 
     def __enter__(self) -> Observer:
         with ExitStack() as undo:
@@ -157,8 +164,9 @@ class Observer:
     def _hook_modules(self, undo: ExitStack) -> None:
         """Hook the root's inputs and, if asked, every module's outputs."""
         root = dict(self._modules()).get("", self.model)
-        handle = root.register_forward_pre_hook(self._on_inputs, with_kwargs=True)
-        undo.callback(handle.remove)
+        if self.with_inputs:
+            handle = root.register_forward_pre_hook(self._on_inputs, with_kwargs=True)
+            undo.callback(handle.remove)
         if root is not self.model:
             undo.callback(self.model.register_forward_pre_hook(self._on_entry).remove)
             self.is_entered = False

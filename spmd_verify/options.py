@@ -4,6 +4,7 @@ Torch-free. The command line makes an `Options`; `spmd_verify.run.verify` obeys 
 """
 
 import math
+import os
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -11,6 +12,8 @@ from spmd_verify.errors import UsageError, choices_text
 from spmd_verify.style_ids import axis_name
 
 DTYPES: Final[tuple[str, ...]] = ("float32", "float64", "bfloat16")
+# Dtypes in which a wrong formula is far above rounding (`drawn_check.TOLERANCES`).
+FUZZ_DTYPES: Final[tuple[str, ...]] = ("float64", "float32")
 RUNNERS: Final[tuple[str, ...]] = ("processes", "lockstep")
 # One machine runs 16 gloo ranks before scheduling dominates (runner.md part 5); lockstep
 # walked 1,024 ranks in 0.3 s a step (runner.md part 3), four times that is the limit.
@@ -155,6 +158,44 @@ class Options:
             raise _out_of_range("--timeout", self.timeout_seconds, "more than 0 seconds")
         for mesh in self.meshes:
             check_rank_limit(mesh.num_ranks, self.rank_limit, self.runner)
+        return self
+
+
+@dataclass(frozen=True)
+class FuzzOptions:
+    """Settings of `fuzz`; checked by `checked`.
+
+    Attributes:
+        seconds: How long models are drawn.
+        seed: Of the draws, >= 0.
+        max_ranks: The largest mesh.
+        output: Folder of the files of failing models.
+        dtype: One of `FUZZ_DTYPES`.
+    """
+
+    seconds: float = 60.0
+    seed: int = 0
+    max_ranks: int = 8
+    output: str = "."
+    dtype: str = "float64"
+
+    def checked(self) -> "FuzzOptions":
+        """Return self if every value is in range.
+
+        Raises:
+            UsageError: `unknown-dtype`, `bad-number`, `no-such-folder`.
+        """
+        _check_choice("--dtype", self.dtype, FUZZ_DTYPES, slug="unknown-dtype")
+        if not 0 < self.seconds < math.inf:
+            raise _out_of_range("--seconds", self.seconds, "more than 0")
+        _check_number("--seed", self.seed, 0)
+        _check_number("--max-ranks", self.max_ranks, 1)
+        if not (os.path.isdir(self.output) and os.access(self.output, os.W_OK)):
+            raise UsageError(
+                f"Cannot write to the folder: --output {self.output!r}. Name a folder that exists "
+                f"and can be written",
+                slug="no-such-folder",
+            )
         return self
 
 

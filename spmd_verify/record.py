@@ -5,6 +5,9 @@ not know are kept in `unknown` and written back; a newer major version is refuse
 """
 
 import math
+import sys
+from importlib import import_module
+from types import ModuleType
 from typing import Any, Final, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -280,3 +283,18 @@ def _with_non_finite(schema: Any) -> Any:
     if isinstance(schema, list):
         return [_with_non_finite(member) for member in schema]
     return schema
+
+
+class _Callable(ModuleType):
+    """This module, which is also the function `spmd_verify.record` of the public interface.
+
+    A submodule is an attribute of its package as soon as anything imports it; the function
+    beside it must be the same object.
+    """
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Record a training script; see `spmd_verify.recorder.record`."""
+        return import_module("spmd_verify.recorder").record(*args, **options)
+
+
+sys.modules[__name__].__class__ = _Callable

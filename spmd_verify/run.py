@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Final, Protocol
 
-from spmd_verify import record as records
+import spmd_verify.record as records
 from spmd_verify.address import expand
 from spmd_verify.errors import RankError, SpmdVerifyError
+from spmd_verify.examiner import Examiner
 from spmd_verify.exit_codes import fails
 from spmd_verify.options import MeshSpec, Options, check_rank_limit
 from spmd_verify.record import CaseInfo, Cell, Record
@@ -260,7 +261,7 @@ class _Run:
         """Run and judge one cell."""
         answer = self.runner.run_cell(spec, self._heartbeat(spec.style))
         if isinstance(answer, CellEvidence):
-            return self._judged(spec, answer)
+            return self.judged(spec, answer)
         return self._failed(spec, answer)
 
     def _spec(self, case: CaseSpec, style: str, mesh: MeshSpec, store_path: str) -> CellSpec:
@@ -275,12 +276,15 @@ class _Run:
             timeout_seconds=self.options.timeout_seconds,
         )
 
-    def _judged(self, spec: CellSpec, evidence: CellEvidence) -> Cell:
+    def judged(self, spec: CellSpec, evidence: CellEvidence) -> Cell:
         """Let the reference worker judge what the ranks found."""
         request = JudgeRequest(spec, evidence.parts, evidence.seconds)
         try:
             cell = decode(self.ask_solo(JUDGE_JOB, encode(request)), Cell)
-            self._locate(spec, cell)
+            has_question = spec.fault is None or spec.fault.has_cause
+            if cell.first_divergence is not None and has_question:
+                cell = Examiner(self).examined(spec, cell)
+                self._locate(spec, cell)
             return cell
         except RankError as error:
             self.logs.is_kept = True

@@ -1,11 +1,12 @@
 """The smallest relative error of a gradient that the stored floors would show.
 
-A constant factor `1 + e` moves a tensor by `e ||g||`; it is a mismatch as soon as that is more
-than c times the floor, by the tensor norm or by one dim-0 row. The candidate's own rounding
+A constant factor `1 + e` moves a tensor by `e ||g||`; it differs as soon as that is more than c times the floor, by the tensor norm or by one dim-0 row. The candidate's own rounding
 moves the border by at most one floor either way: docs/design.md 3.9 says how that is checked.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ def sensitivities(store: Store) -> list[Sensitivity]:
     A factor that stays is seen in the step that shows it best.
     """
     found = []
+    updates = changes(store, "parameters")
     for name in store.index.trainable:
         steps = [
             (seen, step)
@@ -34,7 +36,8 @@ def sensitivities(store: Store) -> list[Sensitivity]:
             and (seen := _smallest_seen(store, entry)) is not None
         ]
         relative, step = min(steps, default=(None, None))
-        found.append(Sensitivity(tensor=name, relative=relative, step=step))
+        update = updates.get(name)
+        found.append(Sensitivity(name, relative, step, None if update == math.inf else update))
     return found
 
 
@@ -44,6 +47,11 @@ def moved(store: Store, stage: str) -> dict[str, bool]:
     A bias in front of a batch normalisation has a gradient of rounding alone: whether it was
     updated at all cannot be told, by anyone.
     """
+    return {name: share < 1.0 / _MOVED for name, share in changes(store, stage).items()}
+
+
+def changes(store: Store, stage: str) -> dict[str, float]:
+    """Return, of the tensors that the first step writes, the smallest visible share of that."""
     found = {}
     for name in store.names(0, stage):
         entry, initial = store.entry(0, stage, name), store.entry(0, "initial_state", name)
@@ -55,7 +63,7 @@ def moved(store: Store, stage: str) -> dict[str, bool]:
         squares = _squares(change)
         distance = float((squares if loud is None else squares[~loud]).sum().sqrt())
         allowed = limit(entry.dtype, "tensor") * entry.floors["free"].noise
-        found[name] = distance > _MOVED * allowed
+        found[name] = allowed / distance if distance > 0.0 else math.inf
     return found
 
 

@@ -80,6 +80,7 @@ class Index(msgspec.Struct, kw_only=True):
     entries: list[Entry]
     hyper_parameters: list[dict[str, float]]
     trainable: list[str]
+    groups: list[list[str]] = []
     runs: list[str] = []
     dropped: list[str] = []
     islands: list[str] = []
@@ -120,6 +121,7 @@ def write_store(
         entries=entries,
         hyper_parameters=reference.run.hyper_parameters,
         trainable=trainable,
+        groups=reference.run.groups,
         runs=list(noise.runs),
         dropped=list(noise.dropped),
         islands=list(noise.islands),

@@ -53,6 +53,7 @@ class Trajectory:
             `eval_outputs`.
         aliases: First name of a tied parameter -> its other names.
         hyper_parameters: Per step, the values before it, by name.
+        groups: Per parameter group, the names of its parameters.
         random_states: Per step, torch's generator state after it (uint8).
         notes: What a reader should know, such as "eval forward raised ...".
     """
@@ -60,6 +61,7 @@ class Trajectory:
     steps: list[StepRecord] = field(default_factory=list)
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
     hyper_parameters: list[dict[str, float]] = field(default_factory=list)
+    groups: list[list[str]] = field(default_factory=list)
     random_states: list[Tensor] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -139,6 +141,38 @@ def hyper_parameters(optimizer: Optimizer | Iterable[Optimizer]) -> dict[str, fl
                     isinstance(entry, (int, float)) and not isinstance(entry, bool)
                 ):
                     found[name] = float(entry)
+    return found
+
+
+def parameter_groups(names: Mapping[int, str], optimizer: Any) -> list[list[str]]:
+    """Return, per parameter group, the names of its parameters.
+
+    Args:
+        names: By `id` of the tensor; tensors without a name are left out.
+        optimizer: One optimizer or several.
+    """
+    return [
+        [names[id(tensor)] for tensor in group["params"] if id(tensor) in names]
+        for single in optimizers_of(optimizer)
+        for group in single.param_groups
+    ]
+
+
+def by_parameter(
+    values: Mapping[str, float], groups: Sequence[Sequence[str]]
+) -> dict[tuple[str, str], float]:
+    """Return the numbers of parameter groups as `{(key, parameter): value}`.
+
+    Args:
+        values: What `hyper_parameters` gave.
+        groups: Names per group, in the same order.
+    """
+    found = {}
+    for i, names in enumerate(groups):
+        prefix = f"param_groups[{i}]." if len(groups) > 1 else ""
+        for key, value in values.items():
+            if key.startswith(prefix):
+                found.update({(key.removeprefix(prefix), name): value for name in names})
     return found
 
 

@@ -8,76 +8,35 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from drawn_check import (
-    STYLES,
-    Differs,
-    Passes,
-    Placing,
-    Tally,
-    Undrawable,
-    check_drawn,
-    placings,
-)
-from hypothesis import HealthCheck, assume, given, seed, settings
 from torch import fx
 
-from spmd_verify.drawn import DrawnModel, build, drawn_models, float64_default
+from spmd_verify.case import load_case
+from spmd_verify.drawn import DrawnModel, loaded
+from spmd_verify.drawn_check import Rules, Tally, check_drawn
 from spmd_verify.drawn_layers import Linear, Norm, Pointwise
 from spmd_verify.drawn_parts import Dropout
-from spmd_verify.drawn_training import Inputs, Loss, Training
+from spmd_verify.drawn_series import Series
+from spmd_verify.drawn_style import Placing
+from spmd_verify.drawn_training import (
+    CLIPS,
+    OPTIMIZERS,
+    SCHEDULES,
+    SECOND_LOSSES,
+    Inputs,
+    Loss,
+    Training,
+)
 
 SERIES, EXAMPLES = 12, 25
 # Rejected draws (eager refuses them, or rounding decides them): more would mean that the
 # series does not test what it says. Measured: eager refuses 4 % of 1000
 # draws, rounding decides at most 3 of 28 in a series.
 MOST_REJECTED = 0.3
-
-FIXED = settings(
-    max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-)
-
-
-def series(
-    number: int, tally: Tally, budget: int = 150, passes: Passes | None = None
-) -> Callable[[], None]:
-    """Return a property over a fixed series of draws.
-
-    Args:
-        number: Seeds the draws.
-        tally: Counts what was done.
-        budget: Runs a failing series may spend on shrinking; hypothesis itself would take
-            five minutes. All are in the style that failed first.
-        passes: An extra pass of every style: a planted fault.
-    """
-    failed: dict[tuple[DrawnModel, Placing], Differs] = {}
-    spent: list[None] = []
-
-    @seed(number)
-    @FIXED
-    @given(drawn_models(), placings())
-    def run(drawn: DrawnModel, placing: Placing) -> None:
-        styles = STYLES
-        if failed:
-            if (drawn, placing) in failed:
-                raise failed[drawn, placing]
-            assume(len(spent) < budget)
-            spent.append(None)
-            styles = (next(iter(failed.values())).style,)
-        try:
-            check_drawn(drawn, placing, tally, styles, passes)
-        except Undrawable as refusal:
-            tally.rejected[str(refusal)] += 1
-            assume(False)
-        except Differs as difference:
-            failed[drawn, placing] = difference
-            raise
-
-    return run
 
 
 @pytest.mark.slow
@@ -86,7 +45,7 @@ def series(
 def test_a_drawn_model_computes_under_every_style_what_one_device_computes(number: int) -> None:
     tally = Tally()
 
-    series(number, tally)()
+    Series(number, EXAMPLES, tally=tally).run()
 
     assert tally.models >= EXAMPLES
     assert tally.rejected.total() <= MOST_REJECTED * tally.models
@@ -149,7 +108,7 @@ def test_a_planted_fault_is_found_in_a_drawn_model(fault: Any) -> None:
     check_drawn(MODEL, Placing((2,)))
 
     with pytest.raises(AssertionError, match="replicate on") as caught:
-        check_drawn(MODEL, Placing((2,)), styles=("replicate",), passes=fault)
+        check_drawn(MODEL, Placing((2,)), rules=Rules(("replicate",), passes=fault))
 
     assert MODEL.to_source() in str(caught.value)
 
@@ -158,7 +117,7 @@ def test_a_planted_fault_is_found_in_a_drawn_model(fault: Any) -> None:
 @pytest.mark.timeout(1200)
 def test_a_series_finds_a_planted_fault_and_shrinks_it_to_a_short_model() -> None:
     with pytest.raises(AssertionError) as caught:
-        series(0, Tally(), budget=30, passes=lost_all_reduce)()
+        Series(0, EXAMPLES, Rules(passes=lost_all_reduce), shrinking_runs=30).run()
 
     text = str(caught.value)
     assert re.search(r"batch [1-9]\b", text)
@@ -170,30 +129,59 @@ def test_a_series_finds_a_planted_fault_and_shrinks_it_to_a_short_model() -> Non
 
 
 def test_the_source_of_a_drawn_model_runs_by_itself() -> None:
-    source = MODEL.to_source()
     module: dict[str, Any] = {}
 
-    with float64_default():
-        exec(source, module)
-        model = module["Model"]()
-        result = module["step"](model, module["make_optimizer"](model), *module["batch"](0))
+    exec(MODEL.to_source(), module)
+    model = module["Model"]()
+    batch = (*module["get_inputs"](0), module["get_targets"](0))
+    result = module["step"](model, module["get_optimizer"](model), batch)
 
     assert result["loss"].isfinite()
 
 
-def test_two_models_of_one_drawn_program_are_alike() -> None:
-    with float64_default():
-        built = build(MODEL)
-        one, two = built.make_model(), built.make_model()
+def test_the_source_of_a_drawn_model_is_a_case_file(tmp_path: Path) -> None:
+    path = tmp_path / "drawn.py"
+    path.write_text(MODEL.to_source())
 
-    pairs = zip(one.parameters(), two.parameters(), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
+    written = load_case(str(path), dtype="float64")
+
+    with loaded(MODEL) as case:
+        assert case.input_batch_dims == written.input_batch_dims == {"x": 0, "targets": 0}
+        pairs = zip(
+            [*case.build_model().parameters(), *case.batch(1)],
+            [*written.build_model().parameters(), *written.batch(1)],
+            strict=True,
+        )
+        assert all(torch.equal(a, b) and a.dtype == torch.float64 for a, b in pairs)
 
 
 def test_shorter_lists_of_layers_are_models_too() -> None:
     for end in range(len(MODEL.layers)):
         shorter = DrawnModel(MODEL.inputs, MODEL.layers[:end], MODEL.loss, MODEL.training)
-        with float64_default():
-            built = build(shorter)
-            model = built.make_model()
-            built.step(model, built.make_optimizer(model), *built.batch(0))
+        with loaded(shorter) as case:
+            model = case.build_model()
+            case.step(model, case.optimizer(model), case.batch(0))
+
+
+TRAININGS = [
+    *(Training(name) for name in OPTIMIZERS),
+    *(Training(clip=name) for name in CLIPS),
+    *(Training(second=name) for name in SECOND_LOSSES),
+    *(Training(accumulate=2, micro=True, second=name) for name in SECOND_LOSSES),
+    *(Training(name, schedule=kind) for kind in SCHEDULES for name in ("adam", "none")),
+]
+
+
+@pytest.mark.parametrize("training", TRAININGS, ids=repr)
+def test_every_training_step_runs_on_one_device(training: Training) -> None:
+    drawn = DrawnModel(Inputs(2, time_first=True, extra=True), (Linear(2),), Loss("mse"), training)
+
+    with loaded(drawn) as case:
+        model = case.build_model()
+        optimizer = case.optimizer(model)
+        before = [p.detach().clone() for p in model.parameters()]
+        for index in range(2):
+            assert case.step(model, optimizer, case.batch(index))["loss"].isfinite()
+
+    assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert case.batch_size == 2 * training.parts

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from drawn_check import Placing, Tally, check_drawn
 
 from spmd_verify.drawn import DrawnModel
+from spmd_verify.drawn_check import Tally, check_drawn
 from spmd_verify.drawn_layers import Norm
 from spmd_verify.drawn_parts import Dropout, Residual
+from spmd_verify.drawn_style import Placing
 from spmd_verify.drawn_training import Inputs, Loss, Training
 
 FEATURES = Inputs(batch=3, tokens=2, width=2)

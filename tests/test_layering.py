@@ -40,7 +40,9 @@ TORCH_FREE = {
 # The comparison core sees tensors and layouts, never a process group.
 NO_DISTRIBUTED = {"verdict", "layouts", "record", "compare", "cause", "judge", "noise", "store"}
 # Only these may import the engine.
-MAY_IMPORT_SPMD = {"styles.graph", "runner.lockstep"}
+MAY_IMPORT_SPMD = {"styles.graph", "runner.lockstep", "drawn_style"}
+# hypothesis is there for those who fuzz, and nobody else's dependency.
+MAY_IMPORT_HYPOTHESIS = {"drawn_strategies", "drawn_series", "fuzz"}
 
 
 def _imports(path: Path, *, at_load_only: bool = False) -> set[str]:
@@ -92,7 +94,17 @@ def test_the_engine_never_imports_the_checker(root: Path) -> None:
     assert guilty == set()
 
 
-def test_only_the_graph_styles_import_the_engine(root: Path) -> None:
+def test_only_the_fuzzer_imports_hypothesis(root: Path) -> None:
+    guilty = {
+        name
+        for name, path in _modules(root / "spmd_verify").items()
+        if any(_is_in(imported, "hypothesis") for imported in _imports(path))
+    }
+
+    assert guilty <= MAY_IMPORT_HYPOTHESIS
+
+
+def test_only_the_graph_styles_and_the_fuzzer_import_the_engine(root: Path) -> None:
     guilty = {
         name
         for name, path in _modules(root / "spmd_verify").items()

@@ -11,8 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from spmd_verify.errors import InternalError
 from spmd_verify import layouts
+from spmd_verify.errors import InternalError
 from spmd_verify.layouts import (
     Indexed,
     assemble,

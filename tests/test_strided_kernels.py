@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmd.emit import READ_IN_ORDER
-from spmd_verify.drawn import float64_default
 
 aten = torch.ops.aten
 # Draws, of which no two are alike, and a factorisation whose stored form follows the strides:
@@ -109,6 +109,17 @@ def _constructs() -> Iterator[Construct]:
         for table in list(vars(importlib.import_module(path.stem)).values()):
             if isinstance(table, list | tuple):
                 yield from (row for row in table if isinstance(row, Construct))
+
+
+@contextmanager
+def float64_default() -> Iterator[None]:
+    """Make float64 the default dtype inside the block: factory calls follow the parameters."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @pytest.mark.filterwarnings("ignore")

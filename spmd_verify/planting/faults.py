@@ -121,6 +121,11 @@ class Fault(msgspec.Struct, frozen=True):
         return self.operator, self.axis, self.nth
 
     @property
+    def has_cause(self) -> bool:
+        """Say whether a cell with it is asked for its cause."""
+        return self.kind in KINDS
+
+    @property
     def expected_causes(self) -> frozenset[str]:
         """Return what would name it rightly."""
         kind = EXPECTED_CAUSES.get(self.kind, frozenset())

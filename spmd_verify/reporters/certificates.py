@@ -135,11 +135,14 @@ def _sensitivities(cell: Cell, found: Certificate) -> str:
             entry.tensor,
             _relative(entry.relative),
             _NOTHING if entry.step is None else str(entry.step),
+            _relative(entry.update),
         ]
         for entry in found.sensitivities
     ]
-    headers = ("gradient", "visible from", "in step")
-    title = f"{cell.id}: smallest relative error of a gradient that would be seen"
+        for entry in found.sensitivities
+    ]
+    headers = ("parameter", "gradient from", "in step", "update from")
+    title = f"{cell.id}: smallest relative error that would be seen"
     check = found.check
     note = (
         f"\n(checked: {check.seen_above} of {check.of} seen at twice of it, {check.seen_below} at "

@@ -14,9 +14,15 @@ from typing import Any
 import torch
 
 from spmd_verify.case import LoadedCase
-from spmd_verify.compare import Statistics, compare, hyper_parameter_differences
+from spmd_verify.compare import (
+    Statistics,
+    compare,
+    fitting_parts,
+    hyper_parameter_differences,
+)
 from spmd_verify.errors import SpmdVerifyError
 from spmd_verify.layouts import region
+from spmd_verify.runner.dumping import DumpTaker
 from spmd_verify.store import Store
 from spmd_verify.styles.base import Observation, Observed, Style, StyleContext, StyleRun
 from spmd_verify.trajectory import hyper_parameters, restore_hyper_parameters
@@ -39,6 +45,8 @@ class Drive:
         context: StyleContext,
         store: Store,
         note: Callable[[str], None],
+        dump: DumpTaker | None = None,
+        steps: int | None = None,
     ) -> None:
         """Remember what to run.
 
@@ -48,13 +56,18 @@ class Drive:
             context: Where this process stands on the mesh.
             store: The reference.
             note: Says what is being done.
+            dump: Takes copies of everything seen.
+            steps: Fewer steps than the case's.
         """
         self.style = style
         self.case = case
         self.context = context
         self.store = store
         self.note = note
+        self.dump = dump
+        self.steps = case.steps if steps is None else steps
         self.mesh_shape = tuple(context.axes.values())
+        self.is_anchored = self.steps > 1
         self.statistics: list[Statistics] = []
         self.notes: list[str] = []
 
@@ -70,13 +83,14 @@ class Drive:
         self.note("building the free run")
         free = self.style.build(self.case, self.context)
         self._compare("free", 0, {"initial_state": _initial_state(free)})
-        for index in range(self.case.steps):
+        for index in range(self.steps):
             self._compare("free", index, self._step(free, index, "free"))
             self._compare("free", index, free.state())
         facts = dict(free.facts())
-        if self.case.steps > 1:
+        if self.steps > 1:
             self._run_anchored()
-        self._evaluate(free)
+        if self.steps == self.case.steps:
+            self._evaluate(free)
         return facts
 
     def _run_anchored(self) -> None:
@@ -84,8 +98,15 @@ class Drive:
         self.note("building the anchored run")
         anchored = self.style.build(self.case, self.context)
         self._step(anchored, 0, "anchored")
-        for index in range(1, self.case.steps):
-            anchor(anchored, self.store, index, self.mesh_shape)
+        for index in range(1, self.steps):
+            unknown = anchor(anchored, self.store, index, self.mesh_shape)
+            if unknown:
+                self.is_anchored = False
+                self.notes.append(
+                    f"no anchored run: nobody says which part of {', '.join(unknown[:3])} a rank "
+                    f"holds, so it cannot be restored; the free run decides alone"
+                )
+                return
             self._compare("anchored", index, self._step(anchored, index, "anchored"))
             self._compare_carried(anchored, index)
 
@@ -115,6 +136,8 @@ class Drive:
 
     def _compare(self, run: str, step: int, observation: Observation) -> None:
         """Compare what this process holds with its slice of the reference."""
+        if self.dump is not None:
+            self.dump.take(run, step, observation)
         self.statistics += compare(
             self.store, observation, run=run, step=step, mesh_shape=self.mesh_shape
         )
@@ -123,7 +146,12 @@ class Drive:
         """Compare learning rates and the like before a step of the free run."""
         values = hyper_parameters(run.optimizers())
         self.statistics += hyper_parameter_differences(
-            self.store, values, run="free", step=index, coordinate=self.context.coordinates[0]
+            self.store,
+            values,
+            run="free",
+            step=index,
+            coordinate=self.context.coordinates[0],
+            groups=run.parameter_groups(),
         )
 
     def _evaluate(self, run: StyleRun) -> None:
@@ -143,7 +171,7 @@ class Drive:
             self._compare("free", last, {"eval_outputs": outputs})
 
 
-def anchor(run: StyleRun, store: Store, index: int, mesh_shape: tuple[int, ...]) -> None:
+def anchor(run: StyleRun, store: Store, index: int, mesh_shape: tuple[int, ...]) -> list[str]:
     """Write the reference's state before step `index` into a run, in place.
 
     Tensors the reference does not know are left alone; so is state the style has not made.
@@ -153,22 +181,30 @@ def anchor(run: StyleRun, store: Store, index: int, mesh_shape: tuple[int, ...])
         store: The reference.
         index: >= 1.
         mesh_shape: Ranks along each axis.
+
+    Returns:
+        What could not be restored, because its layout is unknown.
     """
+    unknown = []
     for stage, tensors in run.state().items():
         for name, seen in tensors.items():
-            if store.entry(index - 1, stage, name) is not None:
-                _write(seen, store, (index - 1, stage, name), mesh_shape)
+            if store.entry(index - 1, stage, name) is None:
+                continue
+            if not _write(seen, store, (index - 1, stage, name), mesh_shape):
+                unknown.append(name)
     optimizers = run.optimizers()
     if optimizers:
         restore_hyper_parameters(optimizers, store.index.hyper_parameters[index])
+    return unknown
 
 
 def _write(
     seen: Observed, store: Store, key: tuple[int, str, str], mesh_shape: tuple[int, ...]
-) -> None:
+) -> bool:
     """Copy each coordinate's part of a stored tensor into the live local one.
 
-    A tensor that several ranks share in lockstep is written once.
+    A tensor that several ranks share in lockstep is written once. False where the part is
+    not known.
     """
     entry = store.entry(*key)
     assert entry is not None, "the caller has asked for it"
@@ -178,8 +214,15 @@ def _write(
             if id(local) in written:
                 continue
             written.add(id(local))
-            part = region(entry.shape, seen.layout, mesh_shape, coordinate)
-            local.copy_(store.expected(*key, part))
+            fitting = (
+                fitting_parts(entry.shape, mesh_shape, coordinate, local)
+                if seen.layout is None
+                else [region(entry.shape, seen.layout, mesh_shape, coordinate)]
+            )
+            if len(fitting) != 1 or fitting[0].shape != tuple(local.shape):
+                return False
+            local.copy_(store.expected(*key, fitting[0]))
+    return True
 
 
 def _initial_state(run: StyleRun) -> dict[str, Observed]:

@@ -20,6 +20,7 @@ from spmd_verify.judge import Judgement, judge
 from spmd_verify.planting.planted import PlantedStyle
 from spmd_verify.record import Cell
 from spmd_verify.runner.drive import Drive
+from spmd_verify.runner.dumping import DumpTaker
 from spmd_verify.runner.failures import is_user_file
 from spmd_verify.runner.specs import (
     CaseReport,
@@ -49,7 +50,7 @@ def describe_case(context: Context, payload: bytes) -> bytes:
     Raises:
         CaseError: The case cannot be loaded.
     """
-    case = _loaded(context, decode(payload, CaseSpec))
+    case = loaded(context, decode(payload, CaseSpec))
     case.batch(0)
     environment = {
         "python": platform.python_version(),
@@ -80,7 +81,7 @@ def write_reference(context: Context, payload: bytes) -> bytes:
         ReferenceRunError: The single-device run cannot be used.
     """
     spec = decode(payload, ReferenceSpec)
-    case = _loaded(context, spec.case)
+    case = loaded(context, spec.case)
     context.note("reference runs on one device")
     with case.on_one_device():
         device, reference = make_reference(case)
@@ -116,12 +117,17 @@ def run_cell(context: Context, payload: bytes) -> bytes:
         Unsupported: The style does not take the case.
     """
     spec = decode(payload, CellSpec)
-    case = _loaded(context, spec.case)
+    case = loaded(context, spec.case)
     mesh = _style_context(context, spec)
-    store, style = Store(spec.store_path), styles.find(spec.style, case)
+    store = Store(spec.store_path)
+    dump = DumpTaker(store, tuple(spec.axes.values())) if spec.dump_path else None
+    steps = None if spec.last_step < 0 else spec.last_step + 1
+    style = styles.find(spec.style, case)
     planted = None if spec.fault is None else PlantedStyle(style, spec.fault, store)
-    run = Drive(planted or style, case, mesh, store, context.note)
+    run = Drive(planted or style, case, mesh, store, context.note, dump=dump, steps=steps)
     facts = run.run()
+    if dump is not None:
+        dump.write(spec.dump_path, mesh)
     return encode(
         CellReport(
             statistics=encode(run.statistics),
@@ -130,6 +136,7 @@ def run_cell(context: Context, payload: bytes) -> bytes:
             captures=int(facts.get("captures", 0)),
             notes=[*run.notes, *facts.get("notes", ())],
             watched=None if planted is None else planted.watched(run.statistics),
+            facts={**facts.get("facts", {}), "is_anchored": run.is_anchored},
         )
     )
 
@@ -154,7 +161,7 @@ def locate_operator(context: Context, payload: bytes) -> bytes:
     in float64, where an operator's rounding hides nothing, then in the case's dtype.
     """
     request = decode(payload, LocateRequest)
-    style = styles.find(request.cell.style, _loaded(context, request.cell.case))
+    style = styles.find(request.cell.style, loaded(context, request.cell.case))
     if "lockstep" not in style.runners:
         return encode(LocateReport())
     for dtype in dict.fromkeys(("float64", request.cell.case.dtype)):
@@ -172,7 +179,7 @@ def _located(
     context: Context, style: Style, spec: CellSpec, step: int
 ) -> tuple[str, str | None] | None:
     """Run the free build up to a step and ask what that step would compute differently."""
-    case = _loaded(context, spec.case)
+    case = loaded(context, spec.case)
     run = style.build(case, _style_context(context, spec))
     for index in range(step):
         case.seed_step(index)
@@ -195,7 +202,7 @@ def judge_cell(_context: Context, payload: bytes) -> bytes:
         Store(request.cell.store_path),
         statistics,
         axes=request.cell.axes,
-        is_anchored=request.cell.case.steps > 1,
+        is_anchored=all(report.facts.get("is_anchored") for report in reports),
     )
     return encode(_cell(request, reports, judgement))
 
@@ -228,6 +235,7 @@ def _cell(request: JudgeRequest, reports: list[CellReport], judgement: Judgement
             "growth": judgement.growth,
             "undetermined_elements": judgement.undetermined_elements,
             **_watched(reports),
+            "facts": _merged_facts(reports),
         },
     )
 
@@ -238,7 +246,13 @@ def _watched(reports: list[CellReport]) -> dict[str, Any]:
     return {"watched": msgspec.to_builtins(seen)} if seen else {}
 
 
-def _loaded(context: Context, spec: CaseSpec) -> LoadedCase:
+def _merged_facts(reports: list[CellReport]) -> dict[str, Any]:
+    """Return the facts of all processes by name, one value per process."""
+    names = dict.fromkeys(name for report in reports for name in report.facts)
+    return {name: [report.facts.get(name) for report in reports] for name in names}
+
+
+def loaded(context: Context, spec: CaseSpec) -> LoadedCase:
     """Return the case of a spec; the last one is kept, with what styles share for it."""
     known = context.cache.get("case")
     if known is not None and known[0] == spec:

@@ -13,6 +13,7 @@ import contextlib
 import os
 import signal
 import sys
+import tempfile
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -160,7 +161,9 @@ class Pool:
             return
         self.kill()
         start_fork_server_if_needed()
-        store_path = os.path.join(self._work_dir, f"{self._name}-store-{self.starts}")
+        # A file of its own: addresses of an earlier pool under the same keys would be dialled.
+        store_dir = tempfile.mkdtemp(prefix=f"{self._name}-store-", dir=self._work_dir)
+        store_path = os.path.join(store_dir, "store")
         self.starts += 1
         for rank in range(self.num_ranks):
             self._ranks.append(self._start_rank(rank, store_path))

@@ -21,6 +21,7 @@ LOAD_JOB = "spmd_verify.runner.jobs:describe_case"
 REFERENCE_JOB = "spmd_verify.runner.jobs:write_reference"
 CELL_JOB = "spmd_verify.runner.jobs:run_cell"
 JUDGE_JOB = "spmd_verify.runner.jobs:judge_cell"
+EXAMINE_JOB = "spmd_verify.examine:examine_cell"
 LOCATE_JOB = "spmd_verify.runner.jobs:locate_operator"
 SURVEY_JOB = "spmd_verify.runner.survey:survey"
 
@@ -92,6 +93,8 @@ class CellSpec(msgspec.Struct, frozen=True):
         is_lockstep: Whether one process holds all ranks.
         timeout_seconds: Time limit of the cell.
         fault: Planted into the style, for certificates.
+        dump_path: Folder to dump what ranks hold into; empty for none.
+        last_step: The last step to run, -1 for the case's.
     """
 
     case: CaseSpec
@@ -102,6 +105,8 @@ class CellSpec(msgspec.Struct, frozen=True):
     is_lockstep: bool
     timeout_seconds: float
     fault: Fault | None = None
+    dump_path: str = ""
+    last_step: int = -1
 
     @property
     def num_ranks(self) -> int:
@@ -131,6 +136,7 @@ class CellReport(msgspec.Struct, frozen=True):
         captures: How often the step was captured.
         notes: What the report says besides, such as why an eval forward failed.
         watched: What planting a fault saw.
+        facts: What examinations ask of the style, such as its wrappers; plain values.
     """
 
     statistics: bytes
@@ -139,6 +145,7 @@ class CellReport(msgspec.Struct, frozen=True):
     captures: int
     notes: list[str]
     watched: Watched | None = None
+    facts: dict[str, Any] = {}
 
 
 class JudgeRequest(msgspec.Struct, frozen=True):
@@ -163,6 +170,33 @@ class Survey(msgspec.Struct, frozen=True):
     buffers: list[str]
     unmoved: list[str]
     sensitivities: list[Sensitivity]
+
+
+class ExamineRequest(msgspec.Struct, frozen=True):
+    """Say why a cell fails, from a dump of it; answered by an `ExamineReport`.
+
+    Attributes:
+        cell: The cell as it was run for the dump.
+        judged: The encoded `record.Cell` of its judgement.
+        experiments: What other runs told, by name: whether the cell passes in them.
+    """
+
+    cell: CellSpec
+    judged: bytes
+    facts: dict[str, Any]
+    experiments: dict[str, bool | None]
+
+
+class ExamineReport(msgspec.Struct, frozen=True):
+    """What an examination found.
+
+    Attributes:
+        judged: The encoded `record.Cell` with explained rows, first divergence and cause.
+        wanted: Name of the experiment that would tell more; empty for none.
+    """
+
+    judged: bytes
+    wanted: str = ""
 
 
 class LocateRequest(msgspec.Struct, frozen=True):

@@ -75,6 +75,10 @@ class StyleRun(Protocol):
         """Return the optimizers; their groups hold the live hyper-parameters."""
         ...
 
+    def parameter_groups(self) -> list[list[str]] | None:
+        """Return the parameters of every group; None where they are grouped as on one device."""
+        ...
+
     def evaluate(self, batch: Any) -> Mapping[str, Observed] | None:
         """Run one eval forward on the global batch; None where the style has none."""
         ...

@@ -17,15 +17,16 @@ from torch.utils import _pytree as pytree
 
 from spmd_verify.case import LoadedCase
 from spmd_verify.errors import Unsupported
-from spmd_verify.layouts import describe, region, take
+from spmd_verify.layouts import describe, region
 from spmd_verify.naming import Names
 from spmd_verify.observe import Observer, positional_names
+from spmd_verify.parts import WHOLE, rank_part
 from spmd_verify.seeding import seed_all
 from spmd_verify.single import labels
 from spmd_verify.styles.base import Observation, Observed, StyleContext
-from spmd_verify.styles.inference import WHOLE, Ambiguous, Chunk, infer
-from spmd_verify.styles.local_parts import is_distributed, local_part
-from spmd_verify.trajectory import flatten, optimizers_of
+from spmd_verify.styles.inference import Ambiguous, infer
+from spmd_verify.styles.local_parts import is_distributed, is_wrapper, local_part
+from spmd_verify.trajectory import flatten, optimizers_of, parameter_groups
 
 # A second tensor of one name on this rank, see `observe.Observer`.
 _COPY: Final = re.compile(r"@\d+$")
@@ -170,6 +171,17 @@ class EagerRun:
         """Return the optimizers; their groups are live."""
         return optimizers_of(self.optimizer)
 
+    def parameter_groups(self) -> list[list[str]] | None:
+        """Return the parameters of every group; None where the optimizer holds other tensors."""
+        if self.names.foreign(self.model, self.optimizer):
+            return None
+        names = {
+            id(tensor): name
+            for name, tensors in self.names.parameters(self.model).items()
+            for tensor in tensors
+        }
+        return parameter_groups(names, self.optimizer)
+
     def evaluate(self, batch: Any) -> Mapping[str, Observed] | None:
         """Run one eval forward on this rank's part."""
         part = self._part(batch)
@@ -189,7 +201,17 @@ class EagerRun:
 
     def facts(self) -> Mapping[str, Any]:
         """Return what the report says of this run."""
-        return {"notes": list(self._notes())}
+        wrappers = [type(module).__name__ for module in self.model.modules() if is_wrapper(module)]
+        return {
+            "notes": list(self._notes()),
+            "facts": {
+                "wrappers": wrappers,
+                "is_entered": self.is_entered,
+                "foreign": self.names.foreign(self.model, self.optimizer),
+                "optimizers": [type(single).__name__ for single in self.optimizers()],
+                "layouts": {name: describe(layout) for name, (layout, _) in self.layouts.items()},
+            },
+        }
 
     def _notes(self) -> Iterator[str]:
         """Say what was inferred, and what of the optimizer is not the model's."""
@@ -244,15 +266,17 @@ class EagerRun:
     def _observed(self, stage: str, name: str, values: list[Tensor]) -> Observed:
         """Return tensors of one name with their layout.
 
-        Gradients and state follow their parameter where they have its local shape; state of
-        another shape, such as a step counter, is whole.
+        Gradients and state follow their parameter where they have its local shape; numbers,
+        such as a step counter, are whole; of state of other shapes nobody says what it is.
         """
         local, layout = local_part(values[0], self.mesh, self.axes)
         locals_ = [local, *(local_part(value, self.mesh, self.axes)[0] for value in values[1:])]
         if layout is None and stage in ("gradients", "clipping", "parameters", "buffers"):
             layout = self._plain_layout(name, local)
         elif layout is None and stage == "optimizer_state":
-            layout = self._plain_layout(name, local) or (WHOLE,) * len(self.axes)
+            layout = self._plain_layout(name, local)
+            if layout is None and not local.ndim:
+                layout = (WHOLE,) * len(self.axes)
         return Observed(locals_, layout, [self.coordinate] * len(locals_))
 
     def _plain_layout(self, name: str, local: Tensor) -> Any:
@@ -263,30 +287,18 @@ class EagerRun:
         part = region(self.shapes[name], layout, tuple(self.axes.values()), self.coordinate)
         return layout if part.shape == tuple(local.shape) else None
 
-    # -- batch -------------------------------------------------------------------------------
-
     def _part(self, batch: Any) -> Any:
-        """Return this rank's part of a global batch."""
-        sharding = self.case.sharding(tuple(self.axes), self.recipe.name)
-        leaves, spec = pytree.tree_flatten(batch)
-        parts = [
-            self._part_of(path, leaf, sharding.get(path, {})) if isinstance(leaf, Tensor) else leaf
-            for path, leaf in zip(self.case.leaf_paths, leaves, strict=True)
-        ]
-        return pytree.tree_unflatten(parts, spec)
-
-    def _part_of(self, path: str, leaf: Tensor, dims: Mapping[str, int | None]) -> Tensor:
-        """Return this rank's part of one input: torch.chunk's rule on every sharded dim."""
-        layout = [
-            WHOLE if (dim := dims.get(axis)) is None else Chunk(dim % leaf.ndim)
-            for axis in self.axes
-        ]
-        for axis, placement in zip(self.axes, layout, strict=True):
-            if isinstance(placement, Chunk):
-                size = leaf.shape[placement.dim]
-                self.recipe.checked_part(path, size, axis, self.axes[axis])
-        part = take(leaf, layout, tuple(self.axes.values()), self.coordinate)
-        return part.contiguous().to(self.context.device)
+        """Return this rank's part of a global batch, where the model is."""
+        part = rank_part(
+            self.case,
+            self.recipe.name,
+            self.axes,
+            self.coordinate,
+            batch,
+            self.recipe.checked_part,
+        )
+        device = self.context.device
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), part)
 
 
 def refuse_uneven(style: str, path: str, size: int, axis: str, ranks: int) -> None:

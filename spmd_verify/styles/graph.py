@@ -131,6 +131,10 @@ class GraphRun:
         """Return the optimizers; the engine reads their groups at every call."""
         return optimizers_of(self.optimizer)
 
+    def parameter_groups(self) -> list[list[str]] | None:
+        """Return None: the optimizer is the case's own."""
+        return None
+
     def evaluate(self, batch: Any) -> Mapping[str, Observed] | None:
         """Run one eval forward, compiled under the same mode."""
         case = self.case

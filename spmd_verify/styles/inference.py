@@ -10,30 +10,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmd_verify.layouts import Coordinate, Indexed, describe, region, take
+from spmd_verify.layouts import Coordinate, Indexed, region, take
+from spmd_verify.parts import WHOLE, Chunk
 
 # Placements by short name, as ranks exchange them: `R`, `S0`.
 Layout = tuple[object, ...]
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A torch.chunk split of one dim over one mesh axis."""
-
-    dim: int
-
-
-class Whole:
-    """Every rank of the axis has the whole tensor."""
-
-
-WHOLE: Final = Whole()
 
 
 @dataclass(frozen=True)
@@ -209,8 +195,3 @@ def _distinct(texts: Sequence[str], shape: tuple[int, ...], axes: Mapping[str, i
         )
         found.setdefault(owned, text)
     return list(found.values())
-
-
-def text_of(layout: Layout) -> str:
-    """Return a layout in short, for notes."""
-    return describe(layout)

@@ -9,8 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parallel import DistributedDataParallel
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Say whether a module reduces the gradients of what it wraps: DDP or fully_shard."""
+    return isinstance(module, (DistributedDataParallel, FSDPModule))
 
 
 def is_distributed(value: Tensor) -> bool:

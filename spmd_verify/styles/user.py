@@ -13,8 +13,8 @@ from torch import nn
 from spmd_verify.case import LoadedCase
 from spmd_verify.errors import CaseError
 from spmd_verify.hooks import UserStyle
+from spmd_verify.parts import WHOLE
 from spmd_verify.styles.eager import EagerStyle, refuse_empty
-from spmd_verify.styles.inference import WHOLE
 from spmd_verify.user_code import UserCode
 
 

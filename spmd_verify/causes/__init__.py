@@ -1,0 +1,127 @@
+"""Why a tensor differs: hypotheses tested on an exhibit, the most specific first.
+
+Each hypothesis is `(Exhibit, Row) -> Cause | None`: a cause where it leaves only noise of the
+first diverging tensor. Kinds: verdicts.md part 7. Nothing is guessed: where none holds, the
+cause is `unexplained` with the best residual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from spmd_verify.causes import forward, gradients, patterns, shards, state, updates, words
+from spmd_verify.exhibit import Exhibit
+from spmd_verify.record import Cause, Row
+
+Hypothesis = Callable[[Exhibit, Row], Cause | None]
+
+FORWARD: Final[Sequence[Hypothesis]] = (
+    forward.batch_statistics,
+    forward.random_stream,
+    forward.additive_bias,
+    forward.unreduced_output,
+    patterns.layout,
+    forward.whole_factor,
+    forward.position,
+    forward.coupled_samples,
+    patterns.precision,
+)
+LOSS: Final[Sequence[Hypothesis]] = (
+    forward.random_stream,
+    gradients.mean_of_means,
+    gradients.cross_sample,
+    forward.shard_as_sequence,
+    gradients.mean_of_sample_means,
+    forward.additive_loss,
+    forward.whole_factor,
+    forward.unreduced_output,
+    patterns.precision,
+)
+GRADIENTS: Final[Sequence[Hypothesis]] = (
+    gradients.clipped_before_reduction,
+    gradients.clipped,
+    gradients.tied,
+    gradients.stale,
+    gradients.uniform_factor,
+    gradients.unused,
+    shards.missing_reduction,
+    gradients.own_data,
+    gradients.mean_of_means,
+    gradients.mean_of_sample_means,
+    gradients.weighted_ranks,
+    shards.doubled_rows,
+    gradients.loss_term,
+    patterns.layout,
+    gradients.random_stream,
+    gradients.cross_sample,
+    patterns.precision,
+    shards.position,
+)
+CLIPPING: Final[Sequence[Hypothesis]] = (gradients.clipping,)
+STATE: Final[Sequence[Hypothesis]] = (
+    patterns.precision,
+    state.optimizer_state,
+)
+PARAMETERS: Final[Sequence[Hypothesis]] = (
+    updates.frozen_moved,
+    updates.stale,
+    updates.optimizer_on_shards,
+    updates.partly_stale,
+    patterns.layout,
+    patterns.flat_offset,
+    updates.scaled_update,
+    updates.replicas_drift,
+    patterns.precision,
+    updates.update_wrong,
+)
+BY_STAGE: Final[dict[str, Sequence[Hypothesis]]] = {
+    "inputs": (state.inputs,),
+    "initial_state": (state.initial,),
+    "module_outputs": FORWARD,
+    "loss": LOSS,
+    "gradients": GRADIENTS,
+    "clipping": CLIPPING,
+    "optimizer_state": STATE,
+    "parameters": PARAMETERS,
+    "buffers": (state.buffer,),
+    "eval_outputs": FORWARD,
+}
+
+
+# More rows than this are not asked for the same cause.
+MOST_ROWS: Final = 48
+# Stages whose causes are about the values computed from them: those are named too.
+_UPSTREAM: Final = ("inputs", "module_outputs", "loss")
+
+
+def find(exhibit: Exhibit, row: Row) -> Cause | None:
+    """Return the cause of the first divergence, None where no hypothesis holds."""
+    if not exhibit.is_known(row) and row.stage != "inputs":
+        return state.only_here(exhibit, row)
+    for hypothesis in BY_STAGE.get(row.stage, ()):
+        found = hypothesis(exhibit, row)
+        if found is not None:
+            _extend(exhibit, row, hypothesis, found)
+            return found
+    return None
+
+
+def _extend(exhibit: Exhibit, row: Row, hypothesis: Hypothesis, found: Cause) -> None:
+    """Add the tensors of the same stage that the same hypothesis explains, in place."""
+    more: list[str] = []
+    if row.stage in _UPSTREAM:
+        more = forward.affected(exhibit)
+    else:
+        for other in exhibit.mismatches(row.stage)[:MOST_ROWS]:
+            if other.name in found.tensors or other.name in more:
+                continue
+            own = hypothesis(exhibit, other)
+            if own is not None and own.kind == found.kind:
+                more.append(other.name)
+    more = [name for name in more if name not in found.tensors]
+    if more:
+        found.tensors.extend(more)
+    unsaid = [name for name in found.tensors if name not in found.text]
+    if unsaid:
+        found.text += f" (also {words.listed(unsaid)})"

@@ -1,0 +1,508 @@
+"""Causes of a wrong value in forward: module outputs and the loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from spmd_verify.causes.patterns import MOST_SLICES
+from spmd_verify.causes.words import cause, listed, meaning, names_of, number, ranks_text, rows_text
+from spmd_verify.exhibit import Exhibit, part_of, subsets
+from spmd_verify.record import Cause, Row
+from spmd_verify.trajectory import named_parameters
+
+
+def affected(exhibit: Exhibit) -> list[str]:
+    """Return the parameters that a wrong forward reaches."""
+    return names_of(exhibit.mismatches("gradients"))
+
+
+def batch_statistics(exhibit: Exhibit, row: Row) -> Cause | None:
+    """`batch_statistics`: the output is what this rank's part of the batch gives alone."""
+    kind = _module_kind(exhibit, row.name)
+    if _draws(exhibit, row):
+        return None
+    if not _is_own_part(exhibit, row):
+        return _other_statistics(exhibit, row, kind)
+    is_norm = kind is not None and "Norm" in kind
+    layer = f"{row.name} ({kind})" if kind else row.name
+    if not is_norm and not _has_statistics(exhibit, row.name):
+        return None
+    text = (
+        f"{layer} normalises with each rank's own batch statistics: forward equals that of the "
+        f"rank's part of the batch alone"
+    )
+    return cause(
+        "batch_statistics",
+        text,
+        tensors=[row.name, *affected(exhibit)],
+        ranks=row.ranks,
+        remedy="Use SyncBatchNorm (torch.nn.SyncBatchNorm.convert_sync_batchnorm), or a "
+        "normalisation within the sample",
+    )
+
+
+def coupled_samples(exhibit: Exhibit, row: Row) -> Cause | None:
+    """`cross_sample`: an output is what this rank's part of the batch gives alone."""
+    if exhibit.is_chance_open or not _is_own_part(exhibit, row):
+        return None
+    if not any(exhibit.is_data_axis(axis) for axis in exhibit.wide_axes):
+        return None
+    kind = _module_kind(exhibit, row.name)
+    layer = f"{row.name} ({kind})" if kind else row.name
+    text = (
+        f"{layer} couples samples: on every rank it gives what that rank's part of the batch over "
+        f"{', '.join(exhibit.wide_axes)} gives alone, not its rows of the whole batch's"
+    )
+    return cause("cross_sample", text, tensors=[row.name, *affected(exhibit)], ranks=row.ranks)
+
+
+def _other_statistics(exhibit: Exhibit, row: Row, kind: str | None) -> Cause | None:
+    """Say that a normalisation used other statistics: an output off by scale and shift only."""
+    if kind is None or "Norm" not in kind:
+        return None
+    found, whole = exhibit.assembled(row), exhibit.reference(row)
+    if found is None or found.ndim < 2:
+        return None
+    size = len(next(iter(exhibit.locals(row).values())))
+    left = right = 0.0
+    for rows in range(0, found.shape[0], max(size, 1)):
+        part = slice(rows, rows + size)
+        a, b = (v[part].transpose(0, 1).flatten(1) for v in (found, whole))
+        b0 = b - b.mean(1, keepdim=True)
+        k = ((a - a.mean(1, keepdim=True)) * b0).sum(1, keepdim=True) / b0.square().sum(
+            1, keepdim=True
+        ).clamp(min=1e-300)
+        left += float((a - a.mean(1, keepdim=True) - k * b0).square().sum())
+        right += float((a - b).square().sum())
+    if math.sqrt(left) > 4.0 * exhibit.tolerance(row) or right == 0.0:
+        return None
+    text = (
+        f"{row.name} ({kind}) normalises with other statistics than those of the whole batch: "
+        f"every channel is off by a scale and a shift"
+    )
+    return cause(
+        "batch_statistics", text, tensors=[row.name, *affected(exhibit)], ranks=row.ranks,
+        remedy="Use SyncBatchNorm, or combine means and variances of all ranks",
+    )  # fmt: skip
+
+
+def _is_own_part(exhibit: Exhibit, row: Row) -> bool:
+    """Say whether every rank's tensor is what one device gives on that rank's part."""
+    held = exhibit.locals(row)
+    if len(exhibit.distinct_parts) < 2 or not held:
+        return False
+    tolerance = 4.0 * exhibit.tolerance(row)
+    for at, local in held.items():
+        record = exhibit.part_records.get(at)
+        value = None if record is None else record.get(row.stage, {}).get(row.name)
+        if value is None or value.shape != local.shape:
+            return False
+        if float((local - value.to(torch.float64)).norm()) > tolerance:
+            return False
+    return True
+
+
+def _module_kind(exhibit: Exhibit, name: str) -> str | None:
+    """Return the class of the module that an output is named after."""
+    module = _module(exhibit, name)
+    return None if module is None else type(module).__name__
+
+
+def _module(exhibit: Exhibit, name: str) -> torch.nn.Module | None:
+    """Return the module that an output is named after."""
+    path = name.partition("[")[0].partition("#")[0]
+    model, _ = exhibit.runs.device.build()
+    if path == "model":
+        return model
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def _has_statistics(exhibit: Exhibit, name: str) -> bool:
+    """Say whether a module keeps running statistics."""
+    module = _module(exhibit, name)
+    return module is not None and any(
+        "running" in n for n, _ in module.named_buffers(recurse=False)
+    )
+
+
+def _draws(exhibit: Exhibit, row: Row) -> bool:
+    """Say whether the module draws random numbers in training: dropout by name, or by experiment."""
+    return exhibit.experiments.get("no_random") is True or "Dropout" in (
+        _module_kind(exhibit, row.name) or ""
+    )
+
+
+def random_stream(exhibit: Exhibit, row: Row) -> Cause | None:
+    """`random_stream`: other random numbers than one device draws; vanishes without them."""
+    masks = _masks_differ(exhibit, row)
+    if not masks and exhibit.experiments.get("no_random") is not True:
+        return None
+    why = (
+        "other elements are dropped than on one device"
+        if masks
+        else "the difference vanishes when nothing random is drawn"
+    )
+    same = _masks_alike(exhibit, row) if masks else ""
+    text = f"{row.name}: {why}{same}: the random numbers are not the single device's for these rows"
+    return cause("random_stream", text, tensors=[row.name, *affected(exhibit)], ranks=row.ranks)
+
+
+def _masks_differ(exhibit: Exhibit, row: Row) -> bool:
+    """Say whether an output is a dropout of the same values under another mask."""
+    if "Dropout" not in (_module_kind(exhibit, row.name) or ""):
+        return False
+    found, whole = exhibit.assembled(row), exhibit.reference(row)
+    if found is None:
+        return False
+    return bool(((found == 0) != (whole == 0)).any())
+
+
+def _masks_alike(exhibit: Exhibit, row: Row) -> str:
+    """Say that all ranks dropped the same elements of their parts, where they did."""
+    masks = [local == 0 for local in exhibit.locals(row).values()]
+    alike = all(m.shape == masks[0].shape and torch.equal(m, masks[0]) for m in masks)
+    return " (all ranks drew the same mask)" if alike and len(masks) > 1 else ""
+
+
+def additive_bias(exhibit: Exhibit, row: Row) -> Cause | None:
+    """`additive`: a wrong output is the right one and k times a parameter of its module."""
+    module = _module(exhibit, row.name)
+    held, whole = exhibit.locals(row), exhibit.reference(row)
+    local = next(iter(held.values()), None)
+    if module is None or local is None:
+        return None
+    excess = _excess(exhibit, row)
+    if excess is None:
+        return None
+    parameters = named_parameters(module)[0]
+    for name, parameter in parameters.items():
+        vector = parameter.detach().to(torch.float64)
+        if vector.ndim != 1 or excess.ndim == 0 or excess.shape[-1] != vector.shape[0]:
+            continue
+        if not bool(vector.any()):
+            continue
+        spread = vector.expand_as(excess)
+        k = float((excess * spread).sum() / spread.square().sum())
+        left = float((excess - k * spread).norm())
+        if left <= 4.0 * exhibit.tolerance(row) and abs(k) > 1e-6:
+            full = f"{row.name.partition('[')[0]}.{name}"
+            said = _times_text(k, exhibit)
+            text = (
+                f"{row.name} exceeds the reference by {number(k)} x {full}{said}: the bias is "
+                f"added {'before the reduction, once per rank' if k > 0 else 'too rarely'}"
+            )
+            return cause(
+                "additive", text, tensors=[row.name, full, *affected(exhibit)], ranks=row.ranks,
+                factor=k,
+            )  # fmt: skip
+    del whole
+    return None
+
+
+def _times_text(k: float, exhibit: Exhibit) -> str:
+    """Say that a multiple is one less than an axis size."""
+    for axis in exhibit.wide_axes:
+        if abs(k - (exhibit.axes[axis] - 1)) < 1e-3:
+            return f" = (ranks of {axis} - 1)"
+    return ""
+
+
+def _excess(exhibit: Exhibit, row: Row) -> Tensor | None:
+    """Return candidate minus reference of a module output, sharded rows in place."""
+    found = exhibit.assembled(row)
+    return None if found is None else found - exhibit.reference(row)
+
+
+def unreduced_output(exhibit: Exhibit, row: Row) -> Cause | None:
+    """`missing_reduction`: a value used here is only this rank's summand."""
+    before = _partial_before(exhibit, row)
+    if before is None:
+        return None
+    name, axes, how = before
+    text = (
+        f"{name}: {how} over {', '.join(axes)} equals the reference, yet {row.name} is computed "
+        f"from one rank's value: the all-reduce over {', '.join(axes)} is missing"
+    )
+    return cause(
+        "missing_reduction", text, tensors=[name, row.name, *affected(exhibit)], ranks=row.ranks,
+        axis=axes[0],
+    )  # fmt: skip
+
+
+def _partial_before(exhibit: Exhibit, row: Row) -> tuple[str, tuple[str, ...], str] | None:
+    """Return the last module output up to this one that is a summand: name, axes, SUM or MEAN."""
+    rows = exhibit.stage_rows("module_outputs")
+    names = [r.name for r in rows]
+    end = names.index(row.name) if row.stage == "module_outputs" and row.name in names else None
+    upto = rows if end is None else rows[: end + 1]
+    for each in reversed(upto):
+        found = partial_over(exhibit, each)
+        if found is not None:
+            return (each.name, *found)
+    return None
+
+
+def partial_over(exhibit: Exhibit, row: Row) -> tuple[tuple[str, ...], str] | None:
+    """Return the axes over which ranks' outputs add up to the reference, if any do."""
+    held = exhibit.locals(row)
+    if (row.run, row.step, row.stage, row.name) not in exhibit.by_key or len(held) < 2:
+        return None
+    whole = exhibit.reference(row)
+    if any(local.shape != whole.shape for local in held.values()):
+        return None
+    tolerance = 4.0 * exhibit.tolerance(row)
+    if all(float((local - whole).norm()) <= tolerance for local in held.values()):
+        return None
+    for axes in subsets(exhibit.wide_axes):
+        sums = dict(held)
+        for axis in axes:
+            sums = {
+                at: torch.stack([sums[each] for each in line]).sum(0)
+                for line in exhibit.lines(axis, sums)
+                for at in line
+            }
+        if not sums:
+            continue
+        count = math.prod(exhibit.axes[axis] for axis in axes)
+        for how, divisor in (("SUM", 1.0), ("MEAN", float(count))):
+            if all(float((s / divisor - whole).norm()) <= tolerance for s in sums.values()):
+                return axes, how
+    return None
+
+
+def whole_factor(exhibit: Exhibit, row: Row) -> Cause | None:
+    """`factor` on an output or the loss: `candidate = k x reference` on every rank."""
+    excess, whole = _excess(exhibit, row), exhibit.reference(row)
+    if excess is None or not bool(whole.any()):
+        return None
+    k = 1.0 + float((excess * whole).sum() / whole.square().sum())
+    left = float((excess - (k - 1.0) * whole).norm())
+    tolerance = 2.0 * exhibit.tolerance(row)
+    said, axis = meaning(k, max(tolerance / float(whole.norm()), 1e-9), exhibit.axes)
+    if left > tolerance * max(1.0, abs(k)) or (whole.numel() == 1 and not said):
+        return None
+    text = f"{row.name} is {number(k)} x the reference" + (f": {said}" if said else "")
+    return cause(
+        "factor", text, tensors=[row.name, *affected(exhibit)], factor=k, axis=axis, ranks=row.ranks
+    )
+
+
+def additive_loss(exhibit: Exhibit, row: Row) -> Cause | None:
+    """`additive` on the loss: ln(ranks of an axis), or a term that counts too often or not."""
+    held, whole = exhibit.locals(row), float(exhibit.reference(row).reshape(-1)[0])
+    if not held or exhibit.reference(row).numel() != 1:
+        return None
+    values = [float(local.reshape(-1)[0]) for local in held.values()]
+    tolerance = 4.0 * exhibit.tolerance(row)
+    for excess in {values[0] - whole, math.fsum(values) / len(values) - whole}:
+        for axis in exhibit.wide_axes:
+            size = exhibit.axes[axis]
+            if abs(excess - math.log(size)) <= tolerance:
+                text = (
+                    f"{row.name} exceeds the reference by ln {size} = {math.log(size):.6g}: "
+                    f"every one of the {size} ranks of {axis} counts the whole vocabulary; the "
+                    f"logits are Replicate where Shard(-1) is expected"
+                )
+                return cause(
+                    "additive", text, tensors=[row.name, *affected(exhibit)], axis=axis,
+                    ranks=row.ranks,
+                )  # fmt: skip
+        found = _counted_term(exhibit, row, excess, tolerance)
+        if found is not None:
+            return found
+    return None
+
+
+def _counted_term(exhibit: Exhibit, row: Row, excess: float, tolerance: float) -> Cause | None:
+    """Say that a term of the loss counts 0, 1 / ranks, ranks, ... times instead of once."""
+    for term in exhibit.terms:
+        if abs(term.value) <= 4.0 * tolerance:
+            continue
+        times = 1.0 + excess / term.value
+        said, axis = meaning(times, 2.0 * tolerance / abs(term.value), exhibit.axes)
+        if not said or abs(times - 1.0) < 1e-6:
+            continue
+        reached = [name for name, g in term.gradients.items() if bool(g.any())]
+        names = [name for name in affected(exhibit) if name in reached] or affected(exhibit)
+        text = (
+            f"{row.name} counts a term of the loss ({term.name} = {term.value:.6g}, which reaches "
+            f"{listed(names)}) {number(times)} times instead of once: {said}"
+        )
+        tensors = [row.name, *names]
+        return cause("additive", text, tensors=tensors, ranks=row.ranks, axis=axis)
+    return None
+
+
+def position(exhibit: Exhibit, row: Row) -> Cause | None:
+    """`position`: the first rank is right, later ones or boundary rows are wrong."""
+    held, whole = exhibit.locals(row), exhibit.reference(row)
+    tolerance = 4.0 * exhibit.tolerance(row)
+    regions = exhibit.regions(row)
+    wrong, right = [], []
+    for part, coordinates in regions.items():
+        local = held[coordinates[0]]
+        if tuple(local.shape) != part.shape:
+            return None
+        off = float((local - part_of(whole, part)).norm()) > tolerance
+        (wrong if off else right).extend(exhibit.rank_of(at) for at in coordinates)
+    if wrong and right and min(right) == 0:
+        rows = _rows_of(exhibit, row, regions, tolerance)
+        text = (
+            f"{row.name} is right on {ranks_text(right)} and wrong on {ranks_text(wrong)}{rows}: "
+            f"positions, masks or offsets start anew on every rank of "
+            f"{', '.join(exhibit.wide_axes)} instead of going on"
+        )
+        tensors = [row.name, *affected(exhibit)]
+        return cause("position", text, tensors=tensors, ranks=sorted(wrong))
+    summed = _some_rows_of_sum(exhibit, row, tolerance)
+    if summed is not None:
+        return summed
+    found = _excess(exhibit, row)
+    if found is None or found.ndim < 2:
+        return None
+    return _boundary(exhibit, row, found, tolerance)
+
+
+def _some_rows_of_sum(exhibit: Exhibit, row: Row, tolerance: float) -> Cause | None:
+    """Say that the sum over an axis is right for some rows: a lookup with local offsets."""
+    held, whole = exhibit.locals(row), exhibit.reference(row)
+    if whole.ndim < 2 or any(local.shape != whole.shape for local in held.values()):
+        return None
+    for axis in exhibit.wide_axes:
+        for line in exhibit.lines(axis, held):
+            for value in (torch.stack([held[at] for at in line]).sum(0), held[line[0]]):
+                off = (value - whole).flatten(0, -2).norm(dim=1) > tolerance
+                if not bool(off.any()) or bool(off.all()):
+                    continue
+                text = (
+                    f"{row.name}: what the ranks of {axis} look up is right for some indices and "
+                    f"wrong for {int(off.sum())} of {off.numel()}: a rank other than rank 0 uses "
+                    f"indices local to its shard instead of global ones (offset of the vocabulary)"
+                )
+                tensors = [row.name, *affected(exhibit)]
+                return cause("position", text, tensors=tensors, ranks=row.ranks, axis=axis)
+    return None
+
+
+def _rows_of(exhibit: Exhibit, row: Row, regions: dict, tolerance: float) -> str:  # type: ignore[type-arg]
+    """Return the wrong indices of the sharded dim in global coordinates."""
+    whole, held = exhibit.reference(row), exhibit.locals(row)
+    wrong: set[int] = set()
+    dim = next(
+        (d for d in range(whole.ndim) if len({part.ranges[d] for part in regions}) > 1), None
+    )
+    if dim is None:
+        return ""
+    for part, coordinates in regions.items():
+        error = (held[coordinates[0]] - part_of(whole, part)).movedim(dim, 0)
+        sizes = error.reshape(error.shape[0], -1).norm(dim=1)
+        indices = [i for low, high in part.ranges[dim] for i in range(low, high)]
+        wrong.update(i for i, size in zip(indices, sizes.tolist(), strict=True) if size > tolerance)
+    return f" (indices {rows_text(sorted(wrong))} of dim {dim})" if wrong else ""
+
+
+def _boundary(exhibit: Exhibit, row: Row, excess: Tensor, tolerance: float) -> Cause | None:
+    """Say that only slices next to a shard's end are wrong."""
+    for dim in range(1, excess.ndim):
+        size = excess.shape[dim]
+        sizes = excess.movedim(dim, 0).reshape(size, -1).norm(dim=1)
+        wrong = [int(i) for i in (sizes > tolerance).nonzero().flatten()]
+        if not wrong or len(wrong) > size // 2:
+            continue
+        for axis in exhibit.wide_axes:
+            step = -(-size // exhibit.axes[axis])
+            edges = {i * step - 1 for i in range(1, exhibit.axes[axis])} | {
+                i * step for i in range(1, exhibit.axes[axis])
+            }
+            if set(wrong) <= edges:
+                text = (
+                    f"{row.name} is wrong only at indices {rows_text(wrong)} of dim {dim}, the "
+                    f"borders of the shards of {axis}: what crosses a border is lost"
+                )
+                tensors = [row.name, *affected(exhibit)]
+                return cause("position", text, tensors=tensors, ranks=row.ranks, axis=axis)
+    return None
+
+
+def shard_as_sequence(exhibit: Exhibit, row: Row) -> Cause | None:
+    """`position`: each rank's loss takes its shard of the sequence for a whole one."""
+    axes = [axis for axis in exhibit.wide_axes if not exhibit.is_data_axis(axis)]
+    if not axes or not _is_own_part(exhibit, row) or exhibit.weights is not None:
+        return None
+    over = ", ".join(axes)
+    text = (
+        f"{row.name}: each rank of {over} computes it as if its shard were the whole sequence: "
+        f"labels, positions or masks that cross a shard border are lost"
+    )
+    tensors = [row.name, *affected(exhibit)]
+    return cause("position", text, tensors=tensors, ranks=row.ranks, axis=axes[0])
+
+
+def explained(exhibit: Exhibit, row: Row) -> str | None:
+    """Say how a differing output is right after all, None where nothing explains it.
+
+    A summand of a reduction is; so is a value without rows (a loss) of this rank's part.
+    """
+    found = partial_over(exhibit, row)
+    if found is not None:
+        return f"{found[1]} over {', '.join(found[0])} equals the reference"
+    if rows_found(exhibit, row):
+        return "its rows are rows of the single-device output"
+    held = exhibit.locals(row)
+    whole = tuple(row.shape)
+    if held and all(tuple(local.shape) == whole for local in held.values()):
+        if _is_own_part(exhibit, row) and not _has_rows(exhibit, whole):
+            return "it is that of this rank's part of the batch"
+    return None
+
+
+def rows_found(exhibit: Exhibit, row: Row) -> bool:
+    """Say whether all slices of the ranks' outputs are slices of the reference's, in any order.
+
+    Several calls of the module, on either side, are slices one after the other.
+    """
+    base = row.name.partition("#")[0]
+    calls = [r for r in exhibit.stage_rows(row.stage) if r.name.partition("#")[0] == base]
+    wholes = [exhibit.reference(r) for r in calls]
+    parts = [local for r in exhibit.called(row.stage, base) for local in r.values()]
+    if not parts or wholes[0].ndim == 0:
+        return False
+    tolerance = 4.0 * max(exhibit.tolerance(r) for r in calls)
+    for dim in range(wholes[0].ndim):
+        shapes = {_without(value.shape, dim) for value in [*wholes, *parts]}
+        if len(shapes) > 1 or len({value.ndim for value in [*wholes, *parts]}) > 1:
+            continue
+        right, left = (torch.cat([v.movedim(dim, 0).flatten(1) if v.ndim > 1 else v[:, None]
+                                  for v in values]) for values in (wholes, parts))  # fmt: skip
+        if max(len(right), len(left)) > MOST_SLICES:
+            continue
+        # Both ways: a slice that no rank has is as wrong as one that nobody should have.
+        near = torch.cdist(left, right)
+        if (
+            max(float(near.min(dim=1).values.max()), float(near.min(dim=0).values.max()))
+            <= tolerance
+        ):
+            return True
+    return False
+
+
+def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
+    """Return sizes without one dim."""
+    return (*shape[:dim], *shape[dim + 1 :])
+
+
+def _has_rows(exhibit: Exhibit, shape: tuple[int, ...]) -> bool:
+    """Say whether a shape has the samples of the batch."""
+    return bool(shape) and exhibit.case.batch_size in shape
+
+
+def affected_text(exhibit: Exhibit) -> str:
+    """Return the affected parameters as text."""
+    return listed(affected(exhibit))

@@ -1,0 +1,231 @@
+"""Causes that need no arithmetic: inputs, initial state, optimizer state, buffers."""
+
+from __future__ import annotations
+
+import torch
+
+from spmd_verify.causes.words import cause, listed, names_of, number, ranks_text, rows_text
+from spmd_verify.exhibit import Exhibit, part_of
+from spmd_verify.record import Cause, Row
+from spmd_verify.seen_inputs import Argument
+
+
+def inputs(exhibit: Exhibit, row: Row) -> Cause | None:
+    """`inputs`: ranks were fed something else than the global batch, or hyper-parameters differ."""
+    affected = names_of(exhibit.mismatches("gradients")) or names_of(
+        exhibit.mismatches("parameters")
+    )
+    argument = exhibit.seen.arguments.get(row.name)
+    if argument is None:
+        rows = [r for r in exhibit.rows if r.stage == "inputs" and r.step == row.step]
+        numbers = [r for r in rows if r.verdict == row.verdict and not exhibit.is_known(r)]
+        text = "; ".join(map(_number_text, numbers)) or (
+            f"{row.name} is not what the reference has there"
+        )
+        return cause("inputs", text, ranks=row.ranks, tensors=[row.name, *affected])
+    if not argument.is_known:
+        if exhibit.is_chance_open:
+            return None
+        if exhibit.experiments.get("no_random"):
+            text = (
+                f"{row.name}: {_seen_text(argument)}; the difference vanishes when nothing random "
+                f"is drawn: random numbers that one device does not draw are in the data"
+            )
+            return cause("random_stream", text, ranks=row.ranks, tensors=[row.name, *affected])
+    return cause(
+        "inputs",
+        f"{row.name}: {_seen_text(argument)}",
+        ranks=row.ranks,
+        tensors=[row.name, *affected],
+    )
+
+
+def _number_text(row: Row) -> str:
+    """Say what a hyper-parameter is and what it should be."""
+    if row.worst is None:
+        return f"{row.name} differs"
+    text = f"{row.name} is {row.worst.actual:.9g}, expected {row.worst.expected:.9g}"
+    if row.worst.expected:
+        text += f" ({number(row.worst.actual / row.worst.expected)} x)"
+    return text
+
+
+def _seen_text(argument: Argument) -> str:
+    """Say which slices were never seen, seen too often, or altered."""
+    unit = "sample" if argument.dim == 0 else f"index of dim {argument.dim}"
+    missing, doubled = argument.missing(), argument.doubled()
+    said = [
+        f"{argument.reached()} slices reach forward on all ranks, the batch has {argument.size}"
+    ]
+    seen = argument.size - len(missing)
+    if missing:
+        which = f"{unit} {rows_text(missing)}"
+        said.append(
+            f"{which} of {argument.size} never seen, only {seen} of {argument.size} reach forward"
+        )
+    if doubled:
+        said.append(f"{unit} {rows_text(doubled)} seen more often than the others")
+    altered = {at for at, seen in argument.indices.items() if None in seen}
+    if altered:
+        count = sum(index is None for seen in argument.indices.values() for index in seen)
+        said.append(
+            f"{count} of the {argument.reached()} slices that reach forward are none of the global "
+            f"batch's {argument.size}"
+        )
+    return "; ".join(said) or "the slices come in another order"
+
+
+def initial(exhibit: Exhibit, row: Row) -> Cause | None:
+    """`initial`: differs before step 0."""
+    rows = exhibit.mismatches("initial_state", 0)
+    names = names_of(rows)
+    detail = "not the single-device model's"
+    wrong = _wrong_ranks(exhibit, row)
+    who = (
+        f" (wrong on {ranks_text(wrong)})"
+        if wrong and len(wrong) < len(exhibit.locals(row))
+        else ""
+    )
+    if exhibit.copies_differ(row):
+        axes = [axis for axis in exhibit.wide_axes if _differs_along(exhibit, row, axis)]
+        detail = f"not the same on all ranks of {', '.join(axes) or 'the mesh'}"
+    else:
+        repeated = _repeated(exhibit, row)
+        if repeated:
+            detail = repeated
+    text = f"{listed(names)}: {detail} before step 0{who} (rank-dependent initialisation)"
+    return cause("initial", text, ranks=row.ranks, tensors=names)
+
+
+def _differs_along(exhibit: Exhibit, row: Row, axis: str) -> bool:
+    held = exhibit.locals(row)
+    return any(
+        not torch.equal(held[line[0]], held[at])
+        for line in exhibit.lines(axis, held)
+        for at in line[1:]
+        if held[line[0]].shape == held[at].shape
+    )
+
+
+def _repeated(exhibit: Exhibit, row: Row) -> str:
+    """Say that ranks hold another rank's shard, where that is so."""
+    whole = exhibit.reference(row)
+    regions = exhibit.regions(row)
+    for part, coordinates in regions.items():
+        local = exhibit.locals(row)[coordinates[0]]
+        for other, owners in regions.items():
+            same = other != part and tuple(other.shape) == tuple(local.shape)
+            if same and torch.equal(part_of(whole, other), local):
+                mine = exhibit.rank_of(coordinates[0])
+                return f"rank {mine} holds the shard of rank {exhibit.rank_of(owners[0])}"
+    return ""
+
+
+def optimizer_state(exhibit: Exhibit, row: Row) -> Cause | None:
+    """`optimizer_state`: state is wrong while gradients and hyper-parameters agree."""
+    rows = exhibit.mismatches("optimizer_state")
+    names = names_of(rows)
+    optimizers = ", ".join(exhibit.fact("optimizers") or ["the optimizer"])
+    text = f"{listed(names)} of {optimizers}: wrong while every gradient agrees"
+    detail = _state_detail(exhibit, row)
+    return cause(
+        "optimizer_state",
+        f"{text}{': ' + detail if detail else ''}",
+        ranks=row.ranks,
+        tensors=[*names, *_owners(names)],
+    )
+
+
+def only_here(exhibit: Exhibit, row: Row) -> Cause | None:
+    """`unused`: a gradient or state of a parameter that one device does not train."""
+    if exhibit.is_known(row) or row.name in exhibit.store.index.trainable:
+        return None
+    names = [
+        r.name
+        for r in exhibit.rows
+        if r.stage == row.stage and r.step == row.step and r.verdict == row.verdict
+        and not exhibit.is_known(r)
+    ]  # fmt: skip
+    text = (
+        f"{listed(names)}: frozen on one device, yet it gets a gradient here: requires_grad was "
+        f"lost when the parameter was replaced"
+    )
+    return cause("unused", text, tensors=names, ranks=row.ranks)
+
+
+def _owners(names: list[str]) -> list[str]:
+    """Return the parameters whose state it is."""
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+
+
+def _state_detail(exhibit: Exhibit, row: Row) -> str:
+    """Say what the wrong state is instead."""
+    held = exhibit.locals(row)
+    wrong = _wrong_ranks(exhibit, row)
+    tolerance = exhibit.tolerance(row)
+    whole = exhibit.reference(row)
+    said = ranks_text(wrong) if 0 < len(wrong) < len(held) else ""
+    for part, coordinates in exhibit.regions(row).items():
+        local, right = held[coordinates[0]], part_of(whole, part)
+        if float((local - right).norm()) <= tolerance:
+            continue
+        if not bool(local.any()):
+            return f"it is zero {('on ' + said) if said else ''}".strip()
+        if row.step > 0:
+            before = part_of(exhibit.reference(row, row.step - 1), part)
+            if float((local - before).norm()) <= tolerance:
+                return "it is the state of the step before"
+        k = float((local * right).sum() / right.square().sum().clamp(min=1e-300))
+        if float((local - k * right).norm()) <= tolerance * max(1.0, abs(k)):
+            return f"it is {number(k)} x the reference" + (f" on {said}" if said else "")
+    return f"wrong on {said}" if said else ""
+
+
+def _wrong_ranks(exhibit: Exhibit, row: Row) -> list[int]:
+    """Return the ranks whose part is not the reference's."""
+    whole, tolerance, held = exhibit.reference(row), exhibit.tolerance(row), exhibit.locals(row)
+    return [
+        exhibit.rank_of(at)
+        for part, coordinates in exhibit.regions(row).items()
+        for at in coordinates
+        if float((held[at] - part_of(whole, part)).norm()) > tolerance
+    ]
+
+
+def buffer(exhibit: Exhibit, row: Row) -> Cause | None:
+    """`buffer`: parameters are right, a buffer is wrong."""
+    rows = exhibit.mismatches("buffers")
+    names = names_of(rows)
+    details = []
+    tolerance, held = exhibit.tolerance(row), exhibit.locals(row)
+    own = [
+        exhibit.rank_of(at)
+        for at, local in held.items()
+        if _is_own(exhibit, row, at, local, tolerance)
+    ]
+    if own and len(own) == len(held):
+        details.append("each rank has what its own part of the batch gives")
+    elif own and not exhibit.copies_differ(row):
+        details.append(f"all ranks have what the part of {ranks_text(own[:1])} alone gives")
+    elif exhibit.copies_differ(row):
+        details.append("the ranks have other values")
+    whole = exhibit.reference(row)
+    first = next(iter(held.values()), None)
+    if not own and first is not None and first.shape == whole.shape and bool(whole.any()):
+        k = float((first * whole).sum() / whole.square().sum())
+        if float((first - k * whole).norm()) <= tolerance * max(1.0, abs(k)):
+            details.append(f"it is {number(k)} x the reference")
+    detail = f": {'; '.join(details)}" if details else ""
+    text = f"{listed(names)} wrong since step {row.step} while every parameter agrees{detail}"
+    return cause("buffer", text, ranks=row.ranks, tensors=names)
+
+
+def _is_own(exhibit: Exhibit, row: Row, at: object, local: torch.Tensor, tolerance: float) -> bool:
+    """Say whether a rank's buffer is what one device gets from that rank's part alone."""
+    record = exhibit.part_records.get(at)  # type: ignore[call-overload]
+    value = None if record is None else record.get("buffers", {}).get(row.name)
+    if value is None or value.shape != local.shape:
+        return False
+    whole = exhibit.reference(row)
+    is_other = float((value.to(torch.float64) - whole).norm()) > tolerance
+    return is_other and float((local - value.to(torch.float64)).norm()) <= 4.0 * tolerance

@@ -1,0 +1,223 @@
+"""Say why a cell fails: settle what differs first, then find the hypothesis that explains it.
+
+Works on a dump of one more run of the cell (docs/design.md 3.7).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from spmd_verify import causes
+from spmd_verify.causes import words
+from spmd_verify.causes.forward import affected, explained
+from spmd_verify.causes.words import cause
+from spmd_verify.dump import read
+from spmd_verify.exhibit import Exhibit
+from spmd_verify.judge import mark_downstream, settle
+from spmd_verify.record import Cause, Cell, FirstDivergence, Row
+from spmd_verify.runner.jobs import loaded
+from spmd_verify.runner.specs import ExamineReport, ExamineRequest, decode, encode
+from spmd_verify.runner.worker import Context, job
+from spmd_verify.store import Store
+from spmd_verify.verdict import STAGES, Verdict
+
+# Experiments by name, in the order in which they are asked for; see `run._Run._experiment`.
+EXPERIMENTS: Final = ("no_random", "float64", "divisible")
+
+
+@job
+def examine_cell(context: Context, payload: bytes) -> bytes:
+    """Explain a failing cell: `ExamineRequest -> ExamineReport`."""
+    request = decode(payload, ExamineRequest)
+    cell = decode(request.judged, Cell)
+    case = loaded(context, request.cell.case)
+    first = _first(cell.tensors)
+    assert first is not None, "only cells with a mismatch are examined"
+    exhibit = Exhibit(
+        case=case,
+        store=Store(request.cell.store_path),
+        dump=read(request.cell.dump_path),
+        style=request.cell.style,
+        axes=request.cell.axes,
+        facts=request.facts,
+        rows=cell.tensors,
+        run=first.run,
+        step=first.step,
+        experiments=request.experiments,
+    )
+    return encode(Examination(exhibit, cell).report())
+
+
+class Examination:
+    """One cell while it is examined."""
+
+    def __init__(self, exhibit: Exhibit, cell: Cell) -> None:
+        """Take what is known."""
+        self.exhibit = exhibit
+        self.cell = cell
+
+    def report(self) -> ExamineReport:
+        """Return the cell with its cause, and which experiment would tell more."""
+        first = self.settled()
+        if first is None:
+            return ExamineReport(encode(self.cell))
+        found = self.reported_value(first) or causes.find(self.exhibit, first)
+        wanted = ""
+        if found is None:
+            wanted = self.wanted(first)
+            best = first.ratio if first.ratio is not None else 0.0
+            names = list(dict.fromkeys([first.name, *affected(self.exhibit)]))
+            found = self.last_resort(first) or cause(
+                "unexplained",
+                f"no known cause fits {words.listed(names)} on {self.mesh_text()}",
+                best,
+                ranks=first.ranks,
+                tensors=names,
+            )
+        first.cause = self.cell.cause = found
+        self.cell.first_divergence = FirstDivergence(
+            step=first.step, stage=first.stage, tensor=first.name
+        )
+        mark_downstream(self.cell.tensors, first)
+        return ExamineReport(encode(self.cell), wanted)
+
+    def settled(self) -> Row | None:
+        """Explain module outputs and inputs, and return what differs first then."""
+        step = self.exhibit.step
+        for row in self.cell.tensors:
+            if row.step != step or row.verdict != Verdict.MISMATCH:
+                continue
+            if row.stage == "module_outputs":
+                is_number = not row.shape
+                why = "a number: the loss decides" if is_number else explained(self.exhibit, row)
+                if why is not None:
+                    row.verdict, row.cause = str(Verdict.ROUNDING), None
+                    row.unknown["explained"] = why
+            elif row.stage == "gradients" and self.is_clipped_by_hand(row):
+                row.verdict, row.cause = str(Verdict.ROUNDING), None
+                row.unknown["explained"] = "it is the clipped gradient"
+            elif row.stage == "inputs" and not self.is_wrong_input(row):
+                row.verdict, row.cause = str(Verdict.ROUNDING), None
+                row.unknown["explained"] = "ranks see the slices of the global input, each alike"
+        for row in self.cell.tensors:
+            undecided = row.stage == "inputs" and row.step == step
+            if undecided and row.verdict == Verdict.UNDETERMINED and self.is_wrong_input(row):
+                row.verdict = str(Verdict.MISMATCH)
+        self.find_missing_gradients()
+        settle(self.cell.tensors)
+        return _first(self.cell.tensors)
+
+    def is_clipped_by_hand(self, row: Row) -> bool:
+        """Say whether a gradient is torch's clipped one, read after the style's own clipping."""
+        exhibit = self.exhibit
+        if exhibit.store.entry(row.step, "clipping", row.name) is None or not exhibit.is_known(row):
+            return False
+        found = exhibit.assembled(row)
+        after = exhibit.store.exact(row.run, row.step, "clipping", row.name).to(torch.float64)
+        return found is not None and float((found - after).norm()) <= exhibit.tolerance(row)
+
+    def find_missing_gradients(self) -> None:
+        """Count a gradient that is None where its parameter moves wrongly as a mismatch."""
+        wrong = {row.name for row in self.exhibit.mismatches("parameters")}
+        for row in self.exhibit.stage_rows("gradients"):
+            held = self.exhibit.locals(row) if row.name in wrong else {}
+            parameter = self.exhibit.by_key.get(("free", row.step, "parameters", row.name))
+            if not held or parameter is None or row.verdict == Verdict.MISMATCH:
+                continue
+            owners = self.exhibit.locals(parameter)
+            if set(owners) - set(held) and len(self.exhibit.regions(row)) == 1:
+                row.verdict = str(Verdict.MISMATCH)
+
+    def is_wrong_input(self, row: Row) -> bool:
+        """Say whether slices of an input are missing, doubled or altered over the ranks."""
+        argument = self.exhibit.seen.arguments.get(row.name)
+        if argument is None:
+            return not row.shape and row.verdict == Verdict.MISMATCH
+        return not argument.is_known or bool(argument.missing() or argument.doubled())
+
+    def reported_value(self, first: Row) -> Cause | None:
+        """`reported_value`: only a loss or a norm differs; training is right."""
+        is_value = first.stage == "loss" or (
+            first.stage == "clipping" and first.name in ("total_norm", "clip_factor")
+        )
+        others = [
+            row
+            for row in self.cell.tensors
+            if row.verdict == Verdict.MISMATCH
+            and row.stage not in ("loss", "module_outputs")
+            and row.name not in ("total_norm", "clip_factor")
+        ]
+        if not is_value or others:
+            return None
+        worst = first.worst
+        shown = "" if worst is None else f": {worst.actual:.9g}, should be {worst.expected:.9g}"
+        whose = self.whose_value(first)
+        text = (
+            f"{first.name} as reported differs{shown}{whose}, while every gradient and parameter agrees: "
+            f"a reporting fault, not a training fault"
+        )
+        return cause("reported_value", text, tensors=[first.name], ranks=first.ranks)
+
+    def whose_value(self, first: Row) -> str:
+        """Say that a reported number is one rank's own."""
+        if first.stage != "loss":
+            return ""
+        tolerance = 4.0 * self.exhibit.tolerance(first)
+        held = [float(v.reshape(-1)[0]) for v in self.exhibit.locals(first).values()]
+        for at, record in self.exhibit.part_records.items():
+            own = next(iter(record.get("loss", {}).values()), None)
+            if own is not None and all(abs(v - float(own)) <= tolerance for v in held):
+                return f" (it is what the part of rank {self.exhibit.rank_of(at)} alone gives)"
+        return ""
+
+    def wanted(self, first: Row) -> str:
+        """Return the next experiment that could tell the cause."""
+        for name in EXPERIMENTS:
+            if name in self.exhibit.experiments:
+                continue
+            if name == "float64" and self.exhibit.case.settings.dtype.itemsize >= 8:
+                continue
+            if name == "divisible" and not self.is_uneven():
+                continue
+            if first.stage == "initial_state":
+                continue
+            return name
+        return ""
+
+    def is_uneven(self) -> bool:
+        """Say whether the batch does not divide over the data axes."""
+        size = self.exhibit.case.batch_size
+        axes = self.exhibit.axes
+        return any(size % n for axis, n in axes.items() if self.exhibit.is_data_axis(axis))
+
+    def mesh_text(self) -> str:
+        """Return the mesh, `dp=2,tp=2`."""
+        return ",".join(f"{axis}={size}" for axis, size in self.exhibit.axes.items())
+
+    def part_sizes(self) -> list[str]:
+        """Return how many samples each rank has."""
+        case = self.exhibit.case
+        return [str(case.batch_size_of(part)) for part in self.exhibit.part_batches.values()]
+
+    def last_resort(self, first: Row) -> Cause | None:
+        """`uneven`: right where the batch divides."""
+        if self.exhibit.experiments.get("divisible"):
+            size = self.exhibit.case.batch_size
+            sizes = ", ".join(f"{a}={n}" for a, n in self.exhibit.axes.items())
+            parts = ", ".join(self.part_sizes())
+            names = list(dict.fromkeys([first.name, *affected(self.exhibit)]))
+            text = (
+                f"{words.listed(names)}: right when the batch divides by the ranks, wrong with "
+                f"{size} samples over {sizes} (parts of {parts})"
+            )
+            return cause("uneven", text, tensors=names, ranks=first.ranks)
+        return None
+
+
+def _first(rows: list[Row]) -> Row | None:
+    """Return the first mismatch in the order of (step, stage, position)."""
+    order = {stage: i for i, stage in enumerate(STAGES)}
+    wrong = [row for row in rows if row.verdict == Verdict.MISMATCH]
+    return min(wrong, key=lambda row: (row.step, order[row.stage]), default=None)

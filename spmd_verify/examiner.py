@@ -1,0 +1,107 @@
+"""The controller's side of an examination: run a failing cell again, and ask what else to run.
+
+Torch-free. An experiment runs the cell once more under a changed case, and says whether it
+passes there.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from spmd_verify.errors import SpmdVerifyError
+from spmd_verify.record import Cell
+from spmd_verify.runner.failures import Failure
+from spmd_verify.runner.specs import (
+    EXAMINE_JOB,
+    JUDGE_JOB,
+    REFERENCE_JOB,
+    CaseSpec,
+    CellEvidence,
+    CellSpec,
+    ExamineReport,
+    ExamineRequest,
+    JudgeRequest,
+    ReferenceSpec,
+    decode,
+    encode,
+)
+
+if TYPE_CHECKING:
+    from spmd_verify.run import _Run
+
+# What each experiment changes in the case.
+CHANGES: Final[dict[str, dict[str, str]]] = {
+    "no_random": {"random": "off"},
+    "divisible": {"rows": "divisible"},
+}
+
+
+class Examiner:
+    """Finds the cause of one failing cell."""
+
+    def __init__(self, run: _Run) -> None:
+        """Work with the processes of a run."""
+        self.run = run
+
+    def examined(self, spec: CellSpec, cell: Cell) -> Cell:
+        """Return the cell with its cause; as it was where it cannot be run again."""
+        assert cell.first_divergence is not None, "only failing cells are examined"
+        folder = tempfile.mkdtemp(prefix="dump-", dir=self.run.work_dir)
+        try:
+            return self._examined(spec, cell, folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _examined(self, spec: CellSpec, cell: Cell, folder: str) -> Cell:
+        """Run a cell again with a dump, and ask until nothing more is wanted."""
+        assert cell.first_divergence is not None
+        again = msgspec.structs.replace(
+            spec, dump_path=folder, last_step=cell.first_divergence.step
+        )
+        answer = self.run.runner.run_cell(again)
+        if isinstance(answer, Failure):
+            self.run.progress.note(f"{cell.id}: no cause was looked for: {answer.reason}")
+            return cell
+        experiments: dict[str, bool | None] = {}
+        while True:
+            request = ExamineRequest(
+                again, encode(cell), dict(cell.unknown.get("facts", {})), experiments
+            )
+            answered = self.run.solo.run(
+                EXAMINE_JOB, encode(request), timeout_seconds=self.run.options.timeout_seconds
+            )
+            if isinstance(answered, Failure):
+                self.run.logs.is_kept = True
+                self.run.progress.note(f"{cell.id}: the examination failed: {answered.message}")
+                return cell
+            report = decode(answered[0], ExamineReport)
+            if not report.wanted:
+                return decode(report.judged, Cell)
+            experiments[report.wanted] = self._experiment(spec, report.wanted)
+
+    def _experiment(self, spec: CellSpec, name: str) -> bool | None:
+        """Run the cell under a changed case: whether it passes there, None if it cannot run."""
+        case = spec.case
+        dtype = "float64" if name == "float64" else case.dtype
+        changed = CaseSpec(
+            case.address, dtype, case.seed, case.steps, {**case.overrides, **CHANGES.get(name, {})}
+        )
+        if name == "divisible":
+            sizes = [size for axis, size in spec.axes.items()]
+            changed.overrides["rows"] = f"divisible:{max(sizes)}"
+        store = tempfile.mkdtemp(prefix=f"{name}-", dir=self.run.work_dir)
+        try:
+            self.run.ask_solo(REFERENCE_JOB, encode(ReferenceSpec(changed, store)))
+            cell = msgspec.structs.replace(spec, case=changed, store_path=store)
+            answer = self.run.runner.run_cell(cell)
+            if not isinstance(answer, CellEvidence):
+                return None
+            request = JudgeRequest(cell, answer.parts, answer.seconds)
+            judged = decode(self.run.ask_solo(JUDGE_JOB, encode(request)), Cell)
+        except SpmdVerifyError:
+            return None
+        return judged.verdict in ("exact", "rounding", "undetermined")

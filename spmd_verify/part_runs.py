@@ -1,0 +1,207 @@
+"""What one device computes on a rank's part of the batch, in float64: for examinations.
+
+Each run is one training step from the reference's state before it. It shares no code with
+what it explains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from spmd_verify.batches import cast_floating
+from spmd_verify.case import LoadedCase
+from spmd_verify.float64_mode import CaseDtypeDraws
+from spmd_verify.single import SingleDevice, observed_step
+from spmd_verify.store import Store
+from spmd_verify.trajectory import (
+    StepRecord,
+    named_parameters,
+    restore,
+    restore_hyper_parameters,
+    snapshot,
+)
+
+# Loss terms looked at: enough for auxiliary losses of a few layers.
+MOST_TERMS = 24
+
+
+@dataclass
+class Term:
+    """One 0-dim value that the loss is made of.
+
+    Attributes:
+        name: The function that made it, such as `add`.
+        value: The number.
+        gradients: Its own gradients, by parameter.
+    """
+
+    name: str
+    value: float
+    gradients: dict[str, Tensor]
+
+
+@dataclass
+class PartRuns:
+    """Runs single steps of a case from the reference's state.
+
+    Attributes:
+        case: The case.
+        store: The reference.
+        run: `free` or `anchored`: whose state a step starts from.
+        step: Which step.
+    """
+
+    case: LoadedCase
+    store: Store
+    run: str
+    step: int
+    device: SingleDevice = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Prepare builds."""
+        self.device = SingleDevice(self.case)
+
+    def record(self, batch: Any) -> StepRecord | None:
+        """Return everything of one step on a batch, float64; None where it cannot be run."""
+        try:
+            model, optimizer = self._prepared()
+            with self._around():
+                found = observed_step(self.device.twin)(model, optimizer, self._cast(batch))
+            return {**found, **snapshot(model, optimizer)}
+        except Exception:  # noqa: BLE001 - user code on a batch nobody tried
+            return None
+
+    def raw_gradients(self, batch: Any) -> dict[str, Tensor] | None:
+        """Return gradients as autograd left them, before the step changes them."""
+        found: dict[str, Tensor] = {}
+
+        def keep(name: str) -> Callable[[Tensor], None]:
+            def on_finished(parameter: Tensor) -> None:
+                assert parameter.grad is not None
+                found[name] = parameter.grad.detach().clone()
+
+            return on_finished
+
+        try:
+            model, optimizer = self._prepared()
+            handles = [
+                parameter.register_post_accumulate_grad_hook(keep(name))
+                for name, parameter in named_parameters(model)[0].items()
+                if parameter.requires_grad and parameter.is_leaf
+            ]
+            with self._around():
+                self.device.twin.step(model, optimizer, self._cast(batch))
+            for handle in handles:
+                handle.remove()
+        except Exception:  # noqa: BLE001 - as above
+            return None
+        return found
+
+    def terms(self, batch: Any) -> list[Term]:
+        """Return the 0-dim values that losses of the step are made of, latest first."""
+        try:
+            model, optimizer = self._prepared()
+            with self._around(), _Scalars(model) as scalars:
+                self.device.twin.step(model, optimizer, self._cast(batch))
+        except Exception:  # noqa: BLE001 - as above
+            return []
+        return scalars.terms[::-1]
+
+    def untied_shares(self, name: str, aliases: list[str]) -> dict[str, Tensor]:
+        """Return the gradient of each use of a tied parameter, by the use's name.
+
+        Every alias becomes a parameter of its own with the same value.
+        """
+        try:
+            model, optimizer = self._prepared()
+            shared = named_parameters(model)[0][name]
+            for alias in aliases:
+                path, _, last = alias.rpartition(".")
+                setattr(model.get_submodule(path), last, nn.Parameter(shared.detach().clone()))
+            with self._around():
+                batch = self._cast(self.case.batch(self.step))
+                record = observed_step(self.device.twin)(model, optimizer, batch)
+        except Exception:  # noqa: BLE001 - as above
+            return {}
+        gradients = record["gradients"]
+        return {use: gradients[use] for use in [name, *aliases] if use in gradients}
+
+    def _prepared(self) -> tuple[nn.Module, Any]:
+        """Return model and optimizer in float64 with the state before the step."""
+        model, optimizer = self.device.build(in_float64=True)
+        if self.step > 0:
+            with self._around():
+                self.device.twin.step(model, optimizer, self._cast(self.case.batch(0)))
+            restore(model, optimizer, self._state())
+            restore_hyper_parameters(optimizer, self.store.index.hyper_parameters[self.step])
+        return model, optimizer
+
+    def _state(self) -> StepRecord:
+        """Return the state before the step that the run started from."""
+        before = self.step - 1
+        if self.run == "anchored":
+            return self.store.state(before)
+        return {
+            stage: {
+                name: self.store.exact("free", before, stage, name)
+                for name in self.store.names(before, stage)
+            }
+            for stage in ("parameters", "buffers", "optimizer_state")
+        }
+
+    @contextmanager
+    def _around(self) -> Iterator[None]:
+        """Run a step from its seed, drawing in the case's dtype."""
+        self.case.seed_step(self.step)
+        with ExitStack() as stack:
+            if self.case.dtype != torch.float64:
+                stack.enter_context(CaseDtypeDraws(self.case.dtype))
+            stack.enter_context(self.device.twin.factory_mode())
+            yield
+
+    def _cast(self, batch: Any) -> Any:
+        """Return a batch in float64."""
+        return cast_floating(batch, torch.float64)
+
+
+class _Scalars(TorchFunctionMode):
+    """Keeps 0-dim results that autograd follows, with their gradients, when backward starts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.terms: list[Term] = []
+        self._found: list[tuple[str, Tensor]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.backward:
+            for name, value in self._found[-MOST_TERMS:]:
+                if value is not args[0]:
+                    number = float(value.detach())
+                    self.terms.append(Term(name, number, _gradients(value, self.model)))
+            self._found.clear()
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.ndim == 0 and result.requires_grad:
+            self._found.append((getattr(func, "__name__", "value"), result))
+        return result
+
+
+def _gradients(value: Tensor, model: nn.Module) -> dict[str, Tensor]:
+    """Return the gradients of one value, zeros where a parameter does not reach it."""
+    named = {
+        name: parameter
+        for name, parameter in named_parameters(model)[0].items()
+        if parameter.requires_grad
+    }
+    found = torch.autograd.grad(value, list(named.values()), retain_graph=True, allow_unused=True)
+    return {
+        name: torch.zeros_like(parameter) if gradient is None else gradient.detach()
+        for (name, parameter), gradient in zip(named.items(), found, strict=True)
+    }
