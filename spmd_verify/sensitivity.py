@@ -1,7 +1,8 @@
 """The smallest relative error of a gradient that the stored floors would show.
 
-A constant factor `1 + e` moves a tensor by `e ||g||`; it differs as soon as that is more than c times the floor, by the tensor norm or by one dim-0 row. The candidate's own rounding
-moves the border by at most one floor either way: docs/design.md 3.9 says how that is checked.
+A constant factor `1 + e` moves a tensor by `e ||g||`; it differs as soon as that is more than c
+times the floor, by the tensor norm or by one dim-0 row. The candidate's own rounding moves the
+border by at most one floor either way: docs/design.md 3.9 says how that is checked.
 """
 
 from __future__ import annotations

@@ -57,7 +57,8 @@ def draw(ground: Ground, number: int, seed: int) -> list[Fault]:
     waiting: list[list[Fault]] = []
     for kind in KINDS:
         faults = list(_faults(kind, ground, source))
-        source.shuffle(faults)
+        if kind != "reseed":
+            source.shuffle(faults)
         waiting.append(faults)
     drawn: list[Fault] = []
     while len(drawn) < number and any(waiting):
@@ -75,9 +76,10 @@ def _faults(kind: str, ground: Ground, source: random.Random) -> Iterator[Fault]
         for name in ground.buffers:
             yield Fault(kind, tensor=name, rank=source.randrange(ground.num_ranks))
     elif kind == "reseed":
-        # A style that hands out rank 0's random numbers minds no other rank's.
+        # Rank 0 last, which is first to be drawn: a style that hands out its random numbers
+        # minds no other rank's.
         others = range(1, ground.num_ranks)
-        yield from (Fault(kind, rank=rank) for rank in [0, *source.sample(others, len(others))[:1]])
+        yield from (Fault(kind, rank=rank) for rank in [*source.sample(others, len(others))[:1], 0])
     else:
         for collective in ground.collectives:
             fault = _payload_fault(kind, collective, ground, source)

@@ -139,8 +139,6 @@ def _sensitivities(cell: Cell, found: Certificate) -> str:
         ]
         for entry in found.sensitivities
     ]
-        for entry in found.sensitivities
-    ]
     headers = ("parameter", "gradient from", "in step", "update from")
     title = f"{cell.id}: smallest relative error that would be seen"
     check = found.check
