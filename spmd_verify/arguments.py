@@ -8,10 +8,9 @@ from spmd_verify.errors import UsageError
 from spmd_verify.options import FuzzOptions
 from spmd_verify.version import __version__
 
-VERBS: Final = ("run", "compare", "fuzz", "styles", "schema")
+VERBS: Final = ("run", "certify", "compare", "fuzz", "styles", "schema")
 # Verbs of the design that this version does not have; typed alone they are no file names.
 PLANNED_VERBS: Final = (
-    "certify",
     "report",
     "baseline",
     "repro",
@@ -51,6 +50,11 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     run = verbs.add_parser("run", help="the check")
     _add_run_flags(run)
+    certify = verbs.add_parser("certify", help="plant faults in the parallel run: what would a "
+        "green table have caught?")  # fmt: skip
+    _add_run_flags(certify)
+    certify.add_argument("--faults", type=int, metavar="N", help="most faults planted in a cell "
+        "(default: 24)")  # fmt: skip
     _add_compare_flags(verbs.add_parser("compare", help="two dumps, or two records"))
     _add_fuzz_flags(verbs.add_parser("fuzz", help="drawn models against the engine"))
     verbs.add_parser("styles", help="list the parallel styles")
@@ -169,6 +173,7 @@ def flag_settings(arguments: argparse.Namespace) -> dict[str, Any]:
         "log-dir": arguments.log_dir,
         "strict": arguments.strict,
         "probe": arguments.probe,
+        "faults": getattr(arguments, "faults", None),
     }
     return {key: value for key, value in given.items() if value is not None}
 

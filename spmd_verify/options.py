@@ -20,6 +20,7 @@ RUNNERS: Final[tuple[str, ...]] = ("processes", "lockstep")
 MAX_RANKS: Final[dict[str, int]] = {"processes": 16, "lockstep": 4096}
 DEFAULT_RANKS: Final = 2
 DEFAULT_TIMEOUT_SECONDS: Final = 300.0
+DEFAULT_FAULTS: Final = 24
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ class Options:
         log_dir: Where rank logs go; None for a temporary folder.
         reports: `(format, path)` of every report file asked for.
         overrides: Fields put over what discovery finds, by name; part of a case's address.
+        faults: Most faults that `certify` plants in a cell, >= 1.
         command: The command line, for the record.
     """
 
@@ -127,6 +129,7 @@ class Options:
     log_dir: str | None = None
     reports: tuple[tuple[str, str], ...] = ()
     overrides: dict[str, str] = field(default_factory=dict)
+    faults: int = DEFAULT_FAULTS
     command: tuple[str, ...] = ()
 
     @property
@@ -152,6 +155,7 @@ class Options:
             _check_choice("--report", report_format, ("json",), slug="unknown-report-format")
         _check_number("--steps", self.steps, 1)
         _check_number("--seed", self.seed, 0)
+        _check_number("--faults", self.faults, 1)
         _check_number("--max-ranks", self.rank_limit, 1)
         if not self.timeout_seconds > 0:
             raise _out_of_range("--timeout", self.timeout_seconds, "more than 0 seconds")

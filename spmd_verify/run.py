@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Final, Protocol
@@ -72,12 +72,29 @@ class Progress(Protocol):
         """Say where a running cell is."""
 
 
-def verify(options: Options, progress: Progress) -> Record:
+class Cells(Protocol):
+    """What runs and judges cells, for what wants more than one per style."""
+
+    options: Options
+    progress: Progress
+
+    def cell(self, spec: CellSpec) -> Cell:
+        """Run and judge one cell; it is not put into the record."""
+
+    def ask_solo(self, function: str, payload: bytes) -> bytes:
+        """Run a job in the reference worker."""
+
+
+AfterCell = Callable[[Cells, CellSpec, Cell], None]
+
+
+def verify(options: Options, progress: Progress, after_cell: AfterCell | None = None) -> Record:
     """Judge every target under every selected style.
 
     Args:
         options: Checked options.
         progress: Told what happens.
+        after_cell: Called with every judged cell before it is put into the record.
 
     Returns:
         The record, without its exit code. With `--report json=PATH` the cells finished so
@@ -99,7 +116,7 @@ def verify(options: Options, progress: Progress) -> Record:
         settings=_settings(options),
     )
     with work_folder() as work_dir, LogFolder(options.log_dir) as logs:
-        run = _Run(options, progress, found, work_dir, logs)
+        run = _Run(options, progress, found, work_dir, logs, after_cell)
         try:
             for address in addresses:
                 run.judge_case(address, is_only=len(addresses) == 1)
@@ -136,6 +153,7 @@ class _Run:
     record: Record
     work_dir: str
     logs: LogFolder
+    after_cell: AfterCell | None = None
     is_stopped: bool = False
     solo: Pool = field(init=False)
     runner: ProcessRunner | LockstepRunner = field(init=False)
@@ -237,13 +255,19 @@ class _Run:
     def _judge_style(self, spec: CellSpec, prober: Prober) -> None:
         """Run, judge and probe one cell and put it into the record."""
         self.progress.started(f"{spec.case.address}/{spec.style} on {spec.mesh}")
+        cell = self.cell(spec)
+        if cell.tensors:
+            prober.probe(spec, cell)
+        if self.after_cell is not None:
+            self.after_cell(self, spec, cell)
+        self._add(cell)
+
+    def cell(self, spec: CellSpec) -> Cell:
+        """Run and judge one cell."""
         answer = self.runner.run_cell(spec, self._heartbeat(spec.style))
         if isinstance(answer, CellEvidence):
-            cell = self.judged(spec, answer)
-            prober.probe(spec, cell)
-            self._add(cell)
-        else:
-            self._add(self._failed(spec, answer))
+            return self.judged(spec, answer)
+        return self._failed(spec, answer)
 
     def _spec(self, case: CaseSpec, style: str, mesh: MeshSpec, store_path: str) -> CellSpec:
         """Describe one cell."""
@@ -262,7 +286,8 @@ class _Run:
         request = JudgeRequest(spec, evidence.parts, evidence.seconds)
         try:
             cell = decode(self.ask_solo(JUDGE_JOB, encode(request)), Cell)
-            if cell.first_divergence is not None:
+            has_question = spec.fault is None or spec.fault.has_cause
+            if cell.first_divergence is not None and has_question:
                 cell = Examiner(self).examined(spec, cell)
                 self._locate(spec, cell)
             return cell
@@ -274,7 +299,7 @@ class _Run:
     def _locate(self, spec: CellSpec, cell: Cell) -> None:
         """Name the first differing operator of an engine style in the cell, in place."""
         first = cell.first_divergence
-        if first is None or first.stage in ("inputs", "initial_state"):
+        if first is None or first.stage in ("inputs", "initial_state") or spec.fault is not None:
             return
         request = LocateRequest(spec, first.step)
         answer = self.solo.run(

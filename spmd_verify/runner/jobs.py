@@ -18,6 +18,7 @@ from spmd_verify import noise, styles
 from spmd_verify.case import LoadedCase, load_case
 from spmd_verify.compare import Statistics
 from spmd_verify.judge import Judgement, judge
+from spmd_verify.planting.planted import PlantedStyle
 from spmd_verify.record import Cell
 from spmd_verify.runner.drive import Drive
 from spmd_verify.runner.dumping import DumpTaker
@@ -141,7 +142,8 @@ def run_cell(context: Context, payload: bytes) -> bytes:
     mesh = _style_context(context, spec)
     store = Store(spec.store_path)
     style = styles.find(spec.style, case)
-    run = Drive(style, case, mesh, store, context.note)
+    planted = None if spec.fault is None else PlantedStyle(style, spec.fault, store)
+    run = Drive(planted or style, case, mesh, store, context.note)
     if spec.last_step >= 0:
         run.steps = spec.last_step + 1
     if spec.dump_path:
@@ -156,6 +158,7 @@ def run_cell(context: Context, payload: bytes) -> bytes:
             collectives=dict(facts.get("collectives", {})),
             captures=int(facts.get("captures", 0)),
             notes=[*run.notes, *facts.get("notes", ())],
+            watched=None if planted is None else planted.watched(run.statistics),
             facts={**facts.get("facts", {}), "is_anchored": run.is_anchored},
         )
     )
@@ -254,9 +257,16 @@ def _cell(request: JudgeRequest, reports: list[CellReport], judgement: Judgement
             "captures": reports[0].captures,
             "growth": judgement.growth,
             "undetermined_elements": judgement.undetermined_elements,
+            **_watched(reports),
             "facts": _merged_facts(reports),
         },
     )
+
+
+def _watched(reports: list[CellReport]) -> dict[str, Any]:
+    """Return what planting a fault saw, by process; nothing for a cell without one."""
+    seen = [report.watched for report in reports if report.watched is not None]
+    return {"watched": msgspec.to_builtins(seen)} if seen else {}
 
 
 def _merged_facts(reports: list[CellReport]) -> dict[str, Any]:
