@@ -23,6 +23,7 @@ from spmd_verify.floors import Floor
 from spmd_verify.layouts import Region, take_region
 from spmd_verify.noise import Noise, exact_steps
 from spmd_verify.norms import as_real, is_rounding
+from spmd_verify.record import ExactInfo
 from spmd_verify.single import Reference
 from spmd_verify.trajectory import StepRecord
 from spmd_verify.verdict import ANCHORED_STAGES, CARRIED_STAGES, STAGES
@@ -85,10 +86,17 @@ class Index(msgspec.Struct, kw_only=True):
     islands: list[str] = []
     notes: list[str] = []
     absent: str | None = None
+    exact: ExactInfo | None = None
 
 
 def write_store(
-    directory: Path, reference: Reference, noise: Noise, *, dtype: str, trainable: list[str]
+    directory: Path,
+    reference: Reference,
+    noise: Noise,
+    *,
+    dtype: str,
+    trainable: list[str],
+    exact: ExactInfo | None = None,
 ) -> None:
     """Write a reference and its floors.
 
@@ -98,6 +106,7 @@ def write_store(
         noise: Its floors.
         dtype: The case's dtype, without `torch.`.
         trainable: Parameters that require grad.
+        exact: What exact mode proved.
     """
     directory.mkdir(parents=True, exist_ok=True)
     entries: list[Entry] = []
@@ -125,6 +134,7 @@ def write_store(
         islands=list(noise.islands),
         notes=list(reference.run.notes),
         absent=reference.absent,
+        exact=exact,
     )
     path = directory / INDEX
     Path(f"{path}.part").write_bytes(msgspec.json.encode(index))
@@ -263,7 +273,8 @@ def _has_signal(
     if stage == "gradients":
         return bool(value.any())
     if stage == "buffers" or (stage == "parameters" and name in trainable):
-        initial = reference.run.steps[0]["initial_state"].get(name)
+        first = reference.run.steps[0]["initial_state"]
+        initial = reference.run.steps[step].get("initial_state", first).get(name)
         return initial is None or not torch.equal(value, initial)
     return True
 

@@ -1,0 +1,160 @@
+"""Exact stand-ins for operators with several results: normalisations and attention.
+
+A normalisation keeps its own kernel in forward, without weight and bias, and its result goes
+to the grid. Its backward is that of the gridded value: gradient minus its projections, means
+as sums times powers of two, the inverse deviation as a power of two. Handlers are
+`(func, args, kwargs) -> result`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from spmd_verify.exact_grid import (
+    nearest_power,
+    power_of_two,
+    probability,
+    quantised,
+    scaled_sum,
+)
+
+aten = torch.ops.aten
+# Backward kernels are not told the model's eps, so both directions use this one.
+EPSILON: Final = 1e-5
+
+
+def layer_norm(func: Any, args: Sequence[Any], _kwargs: dict[str, Any]) -> Any:
+    """Stand in for `native_layer_norm(x, shape, weight, bias, eps)`."""
+    value, shape, weight, bias = args[:4]
+    plain, mean, rstd = func(value, shape, None, None, EPSILON)
+    return _scaled(quantised(plain), weight, bias), mean, power_of_two(rstd)
+
+
+def layer_norm_backward(_func: Any, args: Sequence[Any], _kwargs: dict[str, Any]) -> Any:
+    """Stand in for its backward; the results that `mask` leaves out are None."""
+    gradient, value, shape, _mean, rstd, weight, _bias, mask = args
+    plain = quantised(aten.native_layer_norm.default(value, shape, None, None, EPSILON)[0])
+    dims = list(range(value.dim() - len(shape), value.dim()))
+    rest = list(range(value.dim() - len(shape)))
+    inner = _scaled(gradient, weight, None)
+    return (
+        _projected(inner, plain, rstd, dims, is_centred=True) if mask[0] else None,
+        _summed(aten.mul.Tensor(gradient, plain), rest) if mask[1] else None,
+        _summed(gradient, rest) if mask[2] else None,
+    )
+
+
+def rms_norm(func: Any, args: Sequence[Any], _kwargs: dict[str, Any]) -> Any:
+    """Stand in for `_fused_rms_norm(x, shape, weight, eps)`."""
+    plain, rstd = func(args[0], args[1], None, EPSILON)
+    return _scaled(quantised(plain), args[2], None), power_of_two(rstd)
+
+
+def rms_norm_backward(_func: Any, args: Sequence[Any], _kwargs: dict[str, Any]) -> Any:
+    """Stand in for its backward."""
+    gradient, value, shape, rstd, weight, mask = args
+    plain = quantised(aten._fused_rms_norm.default(value, shape, None, EPSILON)[0])
+    dims = list(range(value.dim() - len(shape), value.dim()))
+    rest = list(range(value.dim() - len(shape)))
+    inner = _scaled(gradient, weight, None)
+    return (
+        _projected(inner, plain, rstd, dims, is_centred=False) if mask[0] else None,
+        _summed(aten.mul.Tensor(gradient, plain), rest) if mask[1] else None,
+    )
+
+
+def attention(_func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Stand in for `_scaled_dot_product_flash_attention_for_cpu`: [batch, heads, tokens, size].
+
+    The second result, which only the backward kernel reads, is zeros [batch, heads, tokens].
+    """
+    query, key, value = args[:3]
+    if len(args) > 3 and args[3]:
+        return NotImplemented  # dropout inside the kernel
+    is_causal = len(args) > 4 and args[4]
+    share, _ = _shares(query, key, is_causal, kwargs)
+    return _product(share, value), aten.zeros_like.default(aten.select.int(query, -1, 0))
+
+
+def attention_backward(_func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Stand in for its backward: gradients of query, key and value."""
+    gradient, query, key, value, _output, _logsumexp, dropout, is_causal = args
+    if dropout:
+        return NotImplemented
+    share, scale = _shares(query, key, is_causal, kwargs)
+    own = aten._softmax_backward_data.default(
+        _product(gradient, _turned(value)), share, share.dim() - 1, share.dtype
+    )
+    own = aten.mul.Tensor(own, scale)
+    return _product(own, key), _product(_turned(own), query), _product(_turned(share), gradient)
+
+
+def _shares(
+    query: Tensor, key: Tensor, is_causal: bool, kwargs: dict[str, Any]
+) -> tuple[Tensor, float]:
+    """Return attention on the grid of probabilities, [..., tokens, tokens], and the scale."""
+    given = kwargs.get("scale")
+    scale = nearest_power(given if given is not None else 1.0 / math.sqrt(query.shape[-1]))
+    scores = aten.mul.Tensor(_product(query, _turned(key)), scale)
+    mask = kwargs.get("attn_mask")
+    if mask is not None and mask.dtype == torch.bool:
+        scores = aten.masked_fill.Scalar(scores, aten.logical_not.default(mask), -math.inf)
+    elif mask is not None:
+        scores = aten.add.Tensor(scores, mask)
+    if is_causal:
+        ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+        scores = aten.masked_fill.Scalar(scores, aten.triu.default(ones, 1), -math.inf)
+    return probability(aten._softmax.default(scores, scores.dim() - 1, False)), scale
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """Return the batched matrix product of [batch, heads, n, k] and [batch, heads, k, m]."""
+    lead = list(left.shape[:-2])
+    flat = [
+        aten._unsafe_view.default(
+            aten.clone.default(side, memory_format=torch.contiguous_format),
+            [math.prod(lead), *side.shape[-2:]],
+        )
+        for side in (left, right)
+    ]
+    return aten.view.default(aten.bmm.default(*flat), [*lead, left.shape[-2], right.shape[-1]])
+
+
+def _turned(value: Tensor) -> Tensor:
+    return aten.transpose.int(value, -2, -1)
+
+
+def _scaled(value: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Return `value * weight + bias`, each left out where it is None."""
+    if weight is not None:
+        value = aten.mul.Tensor(value, weight)
+    return value if bias is None else aten.add.Tensor(value, bias)
+
+
+def _projected(
+    gradient: Tensor, plain: Tensor, rstd: Tensor, dims: Sequence[int], *, is_centred: bool
+) -> Tensor:
+    """Return a normalisation's gradient of its input.
+
+    Args:
+        gradient: Of the normalised value, weight included.
+        plain: The normalised value.
+        rstd: Inverse deviation, 1 along `dims`.
+        dims: What was normalised over.
+        is_centred: Whether a mean was subtracted.
+    """
+    along = scaled_sum(aten.mul.Tensor(gradient, plain), dims)
+    rest = aten.sub.Tensor(gradient, aten.mul.Tensor(plain, along))
+    if is_centred:
+        rest = aten.sub.Tensor(rest, scaled_sum(gradient, dims))
+    return aten.mul.Tensor(rest, rstd)
+
+
+def _summed(value: Tensor, dims: Sequence[int]) -> Tensor:
+    """Return the sum over leading dims, which are dropped."""
+    return aten.sum.dim_IntList(value, list(dims), False) if dims else value
