@@ -77,5 +77,5 @@ class ExactCase(LoadedCase):
     @contextmanager
     def _exactly(self) -> Iterator[None]:
         """Run without oneDNN, whose kernels fuse and transform sums."""
-        with without_onednn(), super().factory_mode(), Surrogates(self.replaced):
+        with without_onednn(), super().factory_mode(), Surrogates(self.replaced, self.settings.dtype):
             yield

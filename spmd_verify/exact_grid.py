@@ -8,17 +8,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 aten = torch.ops.aten
 
-# Steps of the grid per unit, and where it ends. Few bits, so that a dozen layers fit into 24.
+# Steps of the grid per unit, and where it ends: few bits, so that several layers fit into 24.
 GRID: Final = 4.0
 LIMIT: Final = 4.0
 PROBABILITY_GRID: Final = 16.0
+NORMAL_GRID: Final = 2.0
+NORMAL_LIMIT: Final = 2.0
+# Bits of a gradient that enters the backward of a surrogate, and how many of them are above
+# 1 / N, N the elements that the loss is a mean of. Chosen: 12 bits leave 12 of float32 for the
+# products and sums until the next surrogate.
+GRADIENT_BITS: Final = {torch.float64: 28, torch.float32: 12}
+FEWEST_GRADIENT_BITS: Final = 4
+LARGE_GRADIENT: Final = 5
 # Where values are cut: no dyadic number of few bits lies near a boundary.
 OFFSET: Final = 0.41421356
 # Powers of two that a divisor, a root or a norm may become.
@@ -31,6 +40,52 @@ SENTINEL: Final = 2.0**20
 STAND_IN: Final = 2.0**10
 
 
+@dataclass
+class Gradients:
+    """The grid that gradients are brought to where they enter the backward of a surrogate.
+
+    Without it every layer would add its bits. It follows the loss, so that the parts of a
+    batch, whose mean is over fewer elements, are rounded alike.
+
+    Attributes:
+        bits: How many bits they have.
+        count: N, as far as the step has told: the most elements that one mean was over.
+    """
+
+    bits: int
+    count: float = field(default=1.0, init=False)
+
+    def take_mean(self, count: float) -> None:
+        """Take note of a mean over `count` elements whose result is one number."""
+        self.count = max(self.count, nearest_power(count))
+
+    def coarse(self, gradient: Tensor) -> Tensor:
+        """Return a gradient on the grid; any shape."""
+        limit = 2.0**LARGE_GRADIENT / self.count
+        unit = limit / 2.0**self.bits
+        steps = aten.round.default(aten.mul.Tensor(gradient, 1.0 / unit))
+        return aten.clamp.default(aten.mul.Tensor(steps, unit), -limit, limit)
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """A call that something stands in for: an operator, its arguments, and the gradients' grid."""
+
+    func: Any
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    gradients: Gradients
+
+    def run(self) -> Any:
+        """Run the operator itself."""
+        return self.func(*self.args, **self.kwargs)
+
+    @property
+    def gradient(self) -> Tensor:
+        """Return the first argument, a gradient, on its grid."""
+        return self.gradients.coarse(self.args[0])
+
+
 def quantised(value: Tensor, grid: float = GRID, limit: float = LIMIT) -> Tensor:
     """Return a value on a grid of `1 / grid`, between -limit and limit; any shape."""
     steps = aten.floor.default(aten.add.Tensor(aten.mul.Tensor(value, grid), OFFSET))
@@ -40,6 +95,11 @@ def quantised(value: Tensor, grid: float = GRID, limit: float = LIMIT) -> Tensor
 def probability(value: Tensor) -> Tensor:
     """Return a value between 0 and 1 on a grid of its own."""
     return quantised(value, PROBABILITY_GRID, 1.0)
+
+
+def normal(value: Tensor) -> Tensor:
+    """Return a normalised value on a grid of its own."""
+    return quantised(value, NORMAL_GRID, NORMAL_LIMIT)
 
 
 def power_of_two(value: Tensor, *, is_signed: bool = False) -> Tensor:

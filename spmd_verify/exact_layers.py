@@ -2,8 +2,7 @@
 
 A normalisation keeps its own kernel in forward, without weight and bias, and its result goes
 to the grid. Its backward is that of the gridded value: gradient minus its projections, means
-as sums times powers of two, the inverse deviation as a power of two. Handlers are
-`(func, args, kwargs) -> result`.
+as sums times powers of two, the inverse deviation as a power of two.
 """
 
 from __future__ import annotations
@@ -16,10 +15,11 @@ import torch
 from torch import Tensor
 
 from spmd_verify.exact_grid import (
+    Replaced,
     nearest_power,
+    normal,
     power_of_two,
     probability,
-    quantised,
     scaled_sum,
 )
 
@@ -28,69 +28,71 @@ aten = torch.ops.aten
 EPSILON: Final = 1e-5
 
 
-def layer_norm(func: Any, args: Sequence[Any], _kwargs: dict[str, Any]) -> Any:
+def layer_norm(call: Replaced) -> Any:
     """Stand in for `native_layer_norm(x, shape, weight, bias, eps)`."""
-    value, shape, weight, bias = args[:4]
-    plain, mean, rstd = func(value, shape, None, None, EPSILON)
-    return _scaled(quantised(plain), weight, bias), mean, power_of_two(rstd)
+    value, shape, weight, bias = call.args[:4]
+    plain, mean, rstd = call.func(value, shape, None, None, EPSILON)
+    return _scaled(normal(plain), weight, bias), mean, _deviation(rstd)
 
 
-def layer_norm_backward(_func: Any, args: Sequence[Any], _kwargs: dict[str, Any]) -> Any:
+def layer_norm_backward(call: Replaced) -> Any:
     """Stand in for its backward; the results that `mask` leaves out are None."""
-    gradient, value, shape, _mean, rstd, weight, _bias, mask = args
-    plain = quantised(aten.native_layer_norm.default(value, shape, None, None, EPSILON)[0])
+    value, shape, _mean, rstd, weight, _bias, mask = call.args[1:]
+    gradient = call.gradient
+    plain = normal(aten.native_layer_norm.default(value, shape, None, None, EPSILON)[0])
     dims = list(range(value.dim() - len(shape), value.dim()))
     rest = list(range(value.dim() - len(shape)))
     inner = _scaled(gradient, weight, None)
     return (
-        _projected(inner, plain, rstd, dims, is_centred=True) if mask[0] else None,
+        _projected(call, inner, plain, rstd, dims, is_centred=True) if mask[0] else None,
         _summed(aten.mul.Tensor(gradient, plain), rest) if mask[1] else None,
         _summed(gradient, rest) if mask[2] else None,
     )
 
 
-def rms_norm(func: Any, args: Sequence[Any], _kwargs: dict[str, Any]) -> Any:
+def rms_norm(call: Replaced) -> Any:
     """Stand in for `_fused_rms_norm(x, shape, weight, eps)`."""
-    plain, rstd = func(args[0], args[1], None, EPSILON)
-    return _scaled(quantised(plain), args[2], None), power_of_two(rstd)
+    value, shape, weight = call.args[:3]
+    plain, rstd = call.func(value, shape, None, EPSILON)
+    return _scaled(normal(plain), weight, None), _deviation(rstd)
 
 
-def rms_norm_backward(_func: Any, args: Sequence[Any], _kwargs: dict[str, Any]) -> Any:
+def rms_norm_backward(call: Replaced) -> Any:
     """Stand in for its backward."""
-    gradient, value, shape, rstd, weight, mask = args
-    plain = quantised(aten._fused_rms_norm.default(value, shape, None, EPSILON)[0])
+    value, shape, rstd, weight, mask = call.args[1:]
+    gradient = call.gradient
+    plain = normal(aten._fused_rms_norm.default(value, shape, None, EPSILON)[0])
     dims = list(range(value.dim() - len(shape), value.dim()))
     rest = list(range(value.dim() - len(shape)))
     inner = _scaled(gradient, weight, None)
     return (
-        _projected(inner, plain, rstd, dims, is_centred=False) if mask[0] else None,
+        _projected(call, inner, plain, rstd, dims, is_centred=False) if mask[0] else None,
         _summed(aten.mul.Tensor(gradient, plain), rest) if mask[1] else None,
     )
 
 
-def attention(_func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def attention(call: Replaced) -> Any:
     """Stand in for `_scaled_dot_product_flash_attention_for_cpu`: [batch, heads, tokens, size].
 
     The second result, which only the backward kernel reads, is zeros [batch, heads, tokens].
     """
-    query, key, value = args[:3]
-    if len(args) > 3 and args[3]:
-        return NotImplemented  # dropout inside the kernel
-    is_causal = len(args) > 4 and args[4]
-    share, _ = _shares(query, key, is_causal, kwargs)
+    query, key, value, dropout, is_causal = [*call.args, *(0.0, False)[len(call.args) - 3 :]]
+    if dropout:
+        return NotImplemented  # drawn inside the kernel
+    share, _ = _shares(query, key, is_causal, call.kwargs)
     return _product(share, value), aten.zeros_like.default(aten.select.int(query, -1, 0))
 
 
-def attention_backward(_func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def attention_backward(call: Replaced) -> Any:
     """Stand in for its backward: gradients of query, key and value."""
-    gradient, query, key, value, _output, _logsumexp, dropout, is_causal = args
+    query, key, value, _output, _logsumexp, dropout, is_causal = call.args[1:]
     if dropout:
         return NotImplemented
-    share, scale = _shares(query, key, is_causal, kwargs)
-    own = aten._softmax_backward_data.default(
-        _product(gradient, _turned(value)), share, share.dim() - 1, share.dtype
-    )
-    own = aten.mul.Tensor(own, scale)
+    gradient, coarse = call.gradient, call.gradients.coarse
+    share, scale = _shares(query, key, is_causal, call.kwargs)
+    outer = coarse(_product(gradient, _turned(value)))
+    own = aten._softmax_backward_data.default(outer, share, share.dim() - 1, share.dtype)
+    own = coarse(aten.mul.Tensor(own, scale))
     return _product(own, key), _product(_turned(own), query), _product(_turned(share), gradient)
 
 
@@ -137,22 +139,35 @@ def _scaled(value: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor
 
 
 def _projected(
-    gradient: Tensor, plain: Tensor, rstd: Tensor, dims: Sequence[int], *, is_centred: bool
+    call: Replaced,
+    gradient: Tensor,
+    plain: Tensor,
+    rstd: Tensor,
+    dims: Sequence[int],
+    *,
+    is_centred: bool,
 ) -> Tensor:
     """Return a normalisation's gradient of its input.
 
     Args:
+        call: The backward call.
         gradient: Of the normalised value, weight included.
         plain: The normalised value.
         rstd: Inverse deviation, 1 along `dims`.
         dims: What was normalised over.
         is_centred: Whether a mean was subtracted.
     """
-    along = scaled_sum(aten.mul.Tensor(gradient, plain), dims)
+    coarse = call.gradients.coarse
+    along = coarse(scaled_sum(aten.mul.Tensor(gradient, plain), dims))
     rest = aten.sub.Tensor(gradient, aten.mul.Tensor(plain, along))
     if is_centred:
-        rest = aten.sub.Tensor(rest, scaled_sum(gradient, dims))
+        rest = aten.sub.Tensor(rest, coarse(scaled_sum(gradient, dims)))
     return aten.mul.Tensor(rest, rstd)
+
+
+def _deviation(rstd: Tensor) -> Tensor:
+    """Return the power of two nearest to an inverse deviation, within a factor 2 of 1."""
+    return aten.clamp.default(power_of_two(rstd), 0.5, 2.0)
 
 
 def _summed(value: Tensor, dims: Sequence[int]) -> Tensor:

@@ -45,7 +45,9 @@ KERNEL_ULP: Final = 4.0
 _OVER_A_DIM: Final = frozenset(("_softmax", "_log_softmax", "logsumexp"))
 _NOTHING: Final = frozenset(("detach_", "requires_grad_"))
 _COMPARISONS: Final = frozenset(("gt", "lt", "ge", "le"))
-_UNWRITTEN: Final = frozenset(("empty", "empty_like", "new_empty", "empty_strided"))
+_UNWRITTEN: Final = frozenset(
+    ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
+)
 
 
 @dataclass

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -17,6 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmd_verify import exact_layers as layers
 from spmd_verify.exact_grid import (
+    FEWEST_GRADIENT_BITS,
+    GRADIENT_BITS,
+    Gradients,
+    Replaced,
     few_bits,
     is_power,
     near_sum,
@@ -28,7 +33,7 @@ from spmd_verify.exact_grid import (
 from spmd_verify.exact_places import Places
 
 aten = torch.ops.aten
-Handler = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
+Handler = Callable[[Replaced], Any]
 
 
 class Surrogates(TorchDispatchMode):
@@ -38,10 +43,16 @@ class Surrogates(TorchDispatchMode):
         replaced: "operator at file:line" of what was replaced, in order.
     """
 
-    def __init__(self, replaced: dict[str, None]) -> None:
-        """Note replacements in `replaced`."""
+    def __init__(self, replaced: dict[str, None], dtype: torch.dtype) -> None:
+        """Note replacements in `replaced`.
+
+        Args:
+            replaced: See above.
+            dtype: The case's: how many bits there are.
+        """
         super().__init__()
         self.replaced = replaced
+        self._gradients = Gradients(GRADIENT_BITS.get(dtype, FEWEST_GRADIENT_BITS))
         self._places = Places()
 
     def __torch_dispatch__(
@@ -60,7 +71,7 @@ class Surrogates(TorchDispatchMode):
         if handler is None:
             return func(*args, **named)
         plain = getattr(getattr(aten, base), func._overloadname) if is_in_place else func
-        made = handler(plain, args, named)
+        made = handler(Replaced(plain, args, named, self._gradients))
         if made is NotImplemented:
             return func(*args, **named)
         self.replaced.setdefault(f"{base.strip('_')} at {place}")
@@ -70,146 +81,162 @@ class Surrogates(TorchDispatchMode):
 # -- handlers: a result, or NotImplemented to leave the operator alone ---------------------------
 
 
-def _gridded(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    return quantised(func(*args, **kwargs))
+def _gridded(call: Replaced) -> Any:
+    return quantised(call.run())
 
 
-def _shared(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    return probability(func(*args, **kwargs))
+def _shared(call: Replaced) -> Any:
+    return probability(call.run())
 
 
-def _powered(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    return power_of_two(func(*args, **kwargs), is_signed=func is aten.reciprocal.default)
+def _powered(call: Replaced) -> Any:
+    return power_of_two(call.run(), is_signed=call.func is aten.reciprocal.default)
 
 
-def _derivative(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _derivative(call: Replaced) -> Any:
     """Multiply the gradient by the derivative on the grid; both have the gradient's shape."""
-    slope = func(torch.ones_like(args[0]), *args[1:], **kwargs)
-    return aten.mul.Tensor(args[0], quantised(slope))
+    slope = call.func(torch.ones_like(call.args[0]), *call.args[1:], **call.kwargs)
+    return aten.mul.Tensor(call.gradient, quantised(slope))
 
 
-def _log_sigmoid(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    value, buffer = func(*args, **kwargs)
+def _coarse_gradient(call: Replaced) -> Any:
+    """Give the kernel, which is exact on values of the grid, a gradient of few bits."""
+    return call.func(call.gradient, *call.args[1:], **call.kwargs)
+
+
+def _log_sigmoid(call: Replaced) -> Any:
+    value, buffer = call.run()
     return quantised(value), buffer
 
 
-def _log_softmax_backward(_func: Any, args: Sequence[Any], _kwargs: dict[str, Any]) -> Any:
+def _log_softmax_backward(call: Replaced) -> Any:
     """Return `gradient - p * sum(gradient)`, p on the grid of probabilities."""
-    gradient, output, dim = args[:3]
+    gradient, output, dim = call.args[:3]
     share = probability(aten.exp.default(output))
     total = aten.sum.dim_IntList(gradient, [dim], True)
     return aten.sub.Tensor(gradient, aten.mul.Tensor(share, total))
 
 
-def _pow(_func: Any, args: Sequence[Any], _kwargs: dict[str, Any]) -> Any:
+def _pow(call: Replaced) -> Any:
     """Let roots and inverses be powers of two; leave other exponents to the proof."""
-    exponent = args[1]
+    value, exponent = call.args
     root = _ROOTS.get(exponent) if type(exponent) in (int, float) else None
-    return NotImplemented if root is None else _powered(root, args[:1], {})
+    return NotImplemented if root is None else _powered(replace(call, func=root, args=[value]))
 
 
-def _constant_product(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _constant_product(call: Replaced) -> Any:
     """Give a product with a Python number a number of few bits."""
-    number = args[1]
+    value, number = call.args[:2]
     if type(number) is not float or few_bits(number) == number:
         return NotImplemented
-    return func(args[0], few_bits(number), *args[2:], **kwargs)
+    return call.func(value, few_bits(number), **call.kwargs)
 
 
-def _constant_sum(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _constant_sum(call: Replaced) -> Any:
     """Give a sum with a Python number a number on the grid; alpha few bits.
 
     Numbers that the engine lifted, such as a learning rate, are not Python's and stay.
     """
-    number, alpha = args[1], kwargs.get("alpha", 1)
+    value, number, *rest = call.args
+    alpha = call.kwargs.get("alpha", 1)
     is_off = type(number) is float and near_sum(number) != number
     is_long = type(alpha) is float and few_bits(alpha) != alpha
     if not is_off and not is_long:
         return NotImplemented
-    changed = {**kwargs, "alpha": few_bits(alpha)} if is_long else kwargs
-    return func(args[0], near_sum(number) if is_off else number, *args[2:], **changed)
+    named = {**call.kwargs, "alpha": few_bits(alpha)} if is_long else call.kwargs
+    return call.func(value, near_sum(number) if is_off else number, *rest, **named)
 
 
-def _constant_bounds(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _constant_bounds(call: Replaced) -> Any:
     """Give a clamp bounds on the grid."""
 
     def near(bound: Any) -> Any:
         return near_sum(bound) if type(bound) is float else bound
 
-    bounds, named = [near(b) for b in args[1:]], {key: near(b) for key, b in kwargs.items()}
-    if bounds == list(args[1:]) and named == kwargs:
+    args = [near(bound) for bound in call.args]
+    named = {key: near(bound) for key, bound in call.kwargs.items()}
+    return _with_constants(call, args, named)
+
+
+def _constant_fill(call: Replaced) -> Any:
+    """Give a mask, a slope or a new tensor numbers of few bits."""
+    args = [few_bits(x) if type(x) is float else x for x in call.args]
+    return _with_constants(call, args, call.kwargs)
+
+
+def _leaky_relu(call: Replaced) -> Any:
+    """Give a leaky ReLU a slope of few bits; torch's default is none."""
+    slope = call.args[1] if len(call.args) > 1 else 0.01
+    return _with_constants(call, [call.args[0], few_bits(slope)], call.kwargs)
+
+
+def _with_constants(call: Replaced, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run a call with other numbers; leave it alone where they are the same."""
+    pairs = [*zip(args, call.args, strict=False), *((kwargs[k], call.kwargs[k]) for k in kwargs)]
+    if len(args) == len(call.args) and all(new is old or new == old for new, old in pairs):
         return NotImplemented
-    return func(args[0], *bounds, **named)
+    return call.func(*args, **kwargs)
 
 
-def _constant_fill(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Fill with a number of few bits."""
-    changed = [few_bits(x) if type(x) is float else x for x in args]
-    if all(new is old or new == old for new, old in zip(changed, args, strict=True)):
-        return NotImplemented
-    return func(*changed, **kwargs)
-
-
-def _constant_slope(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Give a leaky ReLU or its backward a slope of few bits."""
-    changed = [few_bits(x) if type(x) is float else x for x in args]
-    if func is aten.leaky_relu.default and len(args) < 2:
-        changed.append(few_bits(0.01))
-    return func(*changed, **kwargs)
-
-
-def _quotient(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _quotient(call: Replaced) -> Any:
     """Divide by the nearest power of two; a rounding division is left alone."""
-    value, divisor = args[:2]
-    if kwargs.get("rounding_mode") is not None or not isinstance(value, Tensor):
+    value, divisor = call.args[:2]
+    if call.kwargs.get("rounding_mode") is not None or not isinstance(value, Tensor):
         return NotImplemented
     if isinstance(divisor, Tensor):
         dtype = torch.result_type(value, divisor)
         if not dtype.is_floating_point:
             return NotImplemented
         whole = aten._to_copy.default(divisor, dtype=dtype)
-        return func(value, power_of_two(whole, is_signed=True))
+        return call.func(value, power_of_two(whole, is_signed=True))
     if type(divisor) not in (int, float) or divisor == 0 or is_power(divisor):
         return NotImplemented
-    return func(value, nearest_power(divisor))
+    return call.func(value, nearest_power(divisor))
 
 
-def _mean(_func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _mean(call: Replaced) -> Any:
     """Sum and multiply by a power of two where the count is none."""
-    value, dims = args[0], args[1] if len(args) > 1 else None
+    value, dims, *keep = [*call.args, None][: max(len(call.args), 2)]
     dims = [dims] if isinstance(dims, int) else list(dims or range(value.dim()))
     count = math.prod(value.shape[dim] for dim in dims)
+    if count and count == value.numel():
+        call.gradients.take_mean(count)
     if not count or is_power(count):
         return NotImplemented
-    total = aten.sum.dim_IntList(value, dims, len(args) > 2 and args[2], **kwargs)
+    total = aten.sum.dim_IntList(value, dims, *keep, **call.kwargs)
     return aten.mul.Tensor(total, 1.0 / nearest_power(count))
 
 
-def _mean_loss(func: Any, args: Sequence[Any], _kwargs: dict[str, Any]) -> Any:
+def _mean_loss(call: Replaced) -> Any:
     """Let `loss(value, target, mean)` be a sum times a power of two."""
-    count, reduction = args[0].numel(), args[2] if len(args) > 2 else 1
-    if reduction != 1 or not count or is_power(count):
+    value, target, *reduction = call.args
+    count = value.numel()
+    if reduction not in ([], [1]) or not count:
         return NotImplemented
-    return aten.mul.Tensor(func(*args[:2], 2), 1.0 / nearest_power(count))
+    call.gradients.take_mean(count)
+    if is_power(count):
+        return NotImplemented
+    return aten.mul.Tensor(call.func(value, target, 2), 1.0 / nearest_power(count))
 
 
-def _mean_loss_backward(func: Any, args: Sequence[Any], _kwargs: dict[str, Any]) -> Any:
+def _mean_loss_backward(call: Replaced) -> Any:
     """Let the backward of such a loss be that of its sum, scaled alike."""
-    count = args[1].numel()
-    if args[3] != 1 or not count or is_power(count):
+    count = call.args[1].numel()
+    if call.args[3] != 1 or not count or is_power(count):
         return NotImplemented
-    return aten.mul.Tensor(func(*args[:3], 2), 1.0 / nearest_power(count))
+    return aten.mul.Tensor(call.func(*call.args[:3], 2), 1.0 / nearest_power(count))
 
 
-def _nll_loss(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _nll_loss(call: Replaced) -> Any:
     """Divide by the power of two nearest to the weight of all targets that count.
 
     The backward kernel divides by the weight returned here, so it needs no stand-in.
     """
-    value, target, weight, reduction, ignored = args
-    if reduction != 1:
+    value, target, weight, reduction, ignored = call.args
+    if reduction != 1 or not target.numel():
         return NotImplemented
-    total, count = func(value, target, weight, 2, ignored, **kwargs)
+    call.gradients.take_mean(target.numel())
+    total, count = call.func(value, target, weight, 2, ignored)
     rounded = power_of_two(count)
     return aten.div.Tensor(total, rounded), rounded
 
@@ -242,14 +269,19 @@ _ROUNDING: Final[dict[Handler, tuple[str, ...]]] = {
     ),
     _constant_sum: ("add", "sub", "rsub"),
     _constant_bounds: ("clamp", "clamp_min", "clamp_max", "hardtanh", "hardtanh_backward"),
-    _constant_fill: ("masked_fill", "full", "full_like", "new_full", "fill", "scalar_tensor"),
-    _constant_slope: ("leaky_relu", "leaky_relu_backward"),
+    _constant_fill: (
+        *("masked_fill", "full", "full_like", "new_full", "fill", "scalar_tensor"),
+        "leaky_relu_backward",
+    ),
+    # Backward kernels that are polynomials in the gradient and what forward gave.
+    _coarse_gradient: ("tanh_backward", "sigmoid_backward", "_softmax_backward_data"),
     _nll_loss: ("nll_loss_forward", "nll_loss2d_forward"),
 }
 _HANDLERS: Final[dict[str, Handler]] = {
     **{name: handler for handler, names in _ROUNDING.items() for name in names},
     "log_sigmoid_forward": _log_sigmoid,
     "_log_softmax_backward_data": _log_softmax_backward,
+    "leaky_relu": _leaky_relu,
     "pow": _pow,
     "mul": _constant_product,
     "div": _quotient,
