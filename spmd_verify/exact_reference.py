@@ -45,6 +45,11 @@ class ExactReference:
     noise: Noise
     info: ExactInfo
 
+    @property
+    def parts(self) -> tuple[SingleDevice, Reference, Noise, ExactInfo]:
+        """Return the four attributes in order."""
+        return self.device, self.reference, self.noise, self.info
+
 
 @dataclass
 class _Proved(Plain):

@@ -119,7 +119,7 @@ def _settings(options: Options) -> dict[str, object]:
         "timeout_seconds": options.timeout_seconds,
         "runner": options.runner,
         "strict": options.strict,
-        "overrides": dict(options.overrides),
+        "overrides": options.case_overrides,
         "limits": {f"{dtype}/{norm}": c for (dtype, norm), c in LIMITS.items()},
     }
 
@@ -153,7 +153,7 @@ class _Run:
         """Judge one case under every selected style."""
         options = self.options
         case = CaseSpec(
-            address, options.dtype, options.seed, options.steps, dict(options.overrides)
+            address, options.dtype, options.seed, options.steps, options.case_overrides
         )
         styles: list[str] = []
         try:
@@ -203,6 +203,8 @@ class _Run:
             self.progress.note(f"{case.address}: {note}")
         notes = self.record.unknown.setdefault("notes", {})
         notes[case.address] = report.notes
+        if report.exact is not None:
+            self.record.unknown.setdefault("exact", {})[case.address] = report.exact
 
     def _ask_solo(self, function: str, payload: bytes) -> bytes:
         """Run a job in the reference worker.

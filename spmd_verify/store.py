@@ -167,6 +167,10 @@ class Store:
         """Return what the reference has under this key."""
         return self._entries.get((step, stage, name))
 
+    def draw(self, step: int) -> int:
+        """Return which draw of an exact case's step was taken; see `ExactInfo.draws`."""
+        return self.index.exact.draws[step] if self.index.exact is not None else 0
+
     def names(self, step: int, stage: str) -> list[str]:
         """Return the names of a stage in the reference's order."""
         return [e.name for e in self.index.entries if e.step == step and e.stage == stage]

@@ -16,6 +16,8 @@ import torch
 from spmd_verify import noise, styles
 from spmd_verify.case import LoadedCase, load_case
 from spmd_verify.compare import Statistics
+from spmd_verify.exact_case import ExactCase
+from spmd_verify.exact_reference import make_exact_reference
 from spmd_verify.judge import Judgement, judge
 from spmd_verify.record import Cell
 from spmd_verify.runner.drive import Drive
@@ -77,10 +79,16 @@ def write_reference(context: Context, payload: bytes) -> bytes:
     spec = decode(payload, ReferenceSpec)
     case = _loaded(context, spec.case)
     context.note("reference runs on one device")
+    info = None
     with case.on_one_device():
-        device, reference = make_reference(case)
-    context.note("noise runs")
-    measured = noise.measure(device, reference)
+        if isinstance(case, ExactCase):
+            found = make_exact_reference(case)
+            device, reference, measured, info = found.parts
+        else:
+            device, reference = make_reference(case)
+    if info is None:
+        context.note("noise runs")
+        measured = noise.measure(device, reference)
     context.note("writing the reference")
     parameters = named_parameters(device.build()[0])[0]
     write_store(
@@ -89,8 +97,9 @@ def write_reference(context: Context, payload: bytes) -> bytes:
         measured,
         dtype=spec.case.dtype,
         trainable=[name for name, tensor in parameters.items() if tensor.requires_grad],
+        exact=info,
     )
-    return encode(ReferenceReport(notes=_reference_notes(reference, measured)))
+    return encode(ReferenceReport(notes=_reference_notes(reference, measured), exact=info))
 
 
 def _reference_notes(reference: Any, measured: noise.Noise) -> list[str]:
@@ -165,6 +174,8 @@ def _located(
 ) -> tuple[str, str | None] | None:
     """Run the free build up to a step and ask what that step would compute differently."""
     case = _loaded(context, spec.case)
+    if isinstance(case, ExactCase):
+        case, step = case.at(step, Store(spec.store_path).draw(step)), 0
     run = style.build(case, _style_context(context, spec))
     for index in range(step):
         case.seed_step(index)
@@ -187,7 +198,7 @@ def judge_cell(_context: Context, payload: bytes) -> bytes:
         Store(request.cell.store_path),
         statistics,
         axes=request.cell.axes,
-        is_anchored=request.cell.case.steps > 1,
+        is_anchored=request.cell.case.steps > 1 and "exact" not in request.cell.case.overrides,
     )
     return encode(_cell(request, reports, judgement))
 

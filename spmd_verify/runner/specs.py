@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from spmd_verify.record import ExactInfo
 from spmd_verify.runner.failures import Failure
 
 _T = TypeVar("_T")
@@ -70,9 +71,11 @@ class ReferenceReport(msgspec.Struct, frozen=True):
 
     Attributes:
         notes: What a reader should know: runs dropped, float64 absent, islands.
+        exact: What exact mode proved; None in other modes.
     """
 
     notes: list[str]
+    exact: ExactInfo | None = None
 
 
 class CellSpec(msgspec.Struct, frozen=True):
