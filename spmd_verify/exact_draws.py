@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 NONZERO_WEIGHTS: Final = 4
 WEIGHTS: Final = (-1.0, 1.0)
 # Biases and scales of normalisations: never zero, which would hide what is behind them.
-VECTORS: Final = (-1.0, -0.5, 0.5, 1.0)
+VECTORS: Final = (-1.0, 1.0)
 INPUTS: Final = (-2.0, -1.0, 0.0, 1.0, 2.0)
 # An input of numbers with this many significant bits and exponents no larger is kept: masks,
 # counts, weights of samples.

@@ -19,19 +19,22 @@ aten = torch.ops.aten
 # Steps of the grid per unit, and where it ends: few bits, so that several layers fit into 24.
 GRID: Final = 4.0
 LIMIT: Final = 4.0
-PROBABILITY_GRID: Final = 16.0
-NORMAL_GRID: Final = 2.0
+PROBABILITY_GRID: Final = 8.0
+NORMAL_GRID: Final = 1.0
 NORMAL_LIMIT: Final = 2.0
 # Bits of a gradient that enters the backward of a surrogate, and how many of them are above
-# 1 / N, N the elements that the loss is a mean of. Chosen: 12 bits leave 12 of float32 for the
+# 1 / N, N the elements that the loss is a mean of. Chosen: 11 bits leave 13 of float32 for the
 # products and sums until the next surrogate.
-GRADIENT_BITS: Final = {torch.float64: 28, torch.float32: 12}
+GRADIENT_BITS: Final = {torch.float64: 28, torch.float32: 11}
 FEWEST_GRADIENT_BITS: Final = 4
 LARGE_GRADIENT: Final = 5
 # Where values are cut: no dyadic number of few bits lies near a boundary.
 OFFSET: Final = 0.41421356
 # Powers of two that a divisor, a root or a norm may become.
 POWERS: Final = tuple(2.0**k for k in range(-12, 13))
+# Above this share of a power, a value becomes it. Not 1 / sqrt(2): roots of sums of powers of
+# two, such as a norm of norms, would lie there.
+EDGE: Final = 0.6545
 # A constant keeps this many significant bits in a product, and this grid in a sum.
 CONSTANT_BITS: Final = 5
 SUM_GRID: Final = 16.0
@@ -103,7 +106,7 @@ def normal(value: Tensor) -> Tensor:
 
 
 def power_of_two(value: Tensor, *, is_signed: bool = False) -> Tensor:
-    """Return the power of two nearest to each value; any shape.
+    """Return the power of two near each value; any shape.
 
     Chosen by comparing, because no kernel promises an exact logarithm. Zero becomes the
     smallest power.
@@ -116,7 +119,7 @@ def power_of_two(value: Tensor, *, is_signed: bool = False) -> Tensor:
     def table(numbers: Sequence[float]) -> Tensor:
         return torch.tensor(numbers, dtype=value.dtype, device=value.device)
 
-    edges = table([power / math.sqrt(2.0) for power in POWERS])
+    edges = table([power * EDGE for power in POWERS])
     size = aten.unsqueeze.default(aten.abs.default(value), -1)
     chosen = aten.where.self(aten.gt.Tensor(size, edges), table(POWERS), table(POWERS[:1]))
     found = aten.amax.default(chosen, [-1])

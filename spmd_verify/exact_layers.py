@@ -29,14 +29,14 @@ EPSILON: Final = 1e-5
 
 
 def layer_norm(call: Replaced) -> Any:
-    """Stand in for `native_layer_norm(x, shape, weight, bias, eps)`."""
+    """Stand for `native_layer_norm(x, shape, weight, bias, eps)`."""
     value, shape, weight, bias = call.args[:4]
     plain, mean, rstd = call.func(value, shape, None, None, EPSILON)
     return _scaled(normal(plain), weight, bias), mean, _deviation(rstd)
 
 
 def layer_norm_backward(call: Replaced) -> Any:
-    """Stand in for its backward; the results that `mask` leaves out are None."""
+    """Stand for its backward; the results that `mask` leaves out are None."""
     value, shape, _mean, rstd, weight, _bias, mask = call.args[1:]
     gradient = call.gradient
     plain = normal(aten.native_layer_norm.default(value, shape, None, None, EPSILON)[0])
@@ -51,14 +51,14 @@ def layer_norm_backward(call: Replaced) -> Any:
 
 
 def rms_norm(call: Replaced) -> Any:
-    """Stand in for `_fused_rms_norm(x, shape, weight, eps)`."""
+    """Stand for `_fused_rms_norm(x, shape, weight, eps)`."""
     value, shape, weight = call.args[:3]
     plain, rstd = call.func(value, shape, None, EPSILON)
     return _scaled(normal(plain), weight, None), _deviation(rstd)
 
 
 def rms_norm_backward(call: Replaced) -> Any:
-    """Stand in for its backward."""
+    """Stand for its backward."""
     value, shape, rstd, weight, mask = call.args[1:]
     gradient = call.gradient
     plain = normal(aten._fused_rms_norm.default(value, shape, None, EPSILON)[0])
@@ -71,8 +71,52 @@ def rms_norm_backward(call: Replaced) -> Any:
     )
 
 
+def batch_norm(call: Replaced) -> Any:
+    """Stand for `native_batch_norm(x, weight, bias, mean, var, training, momentum, eps)`.
+
+    The running statistics move towards the batch's mean and inverse deviation on grids.
+    """
+    value, weight, bias, running_mean, running_var, training, momentum = call.args[:7]
+    if not training:
+        return NotImplemented
+    plain, mean, rstd = call.func(value, None, None, None, None, True, 0.0, EPSILON)
+    deviation, share = _deviation(rstd), nearest_power(momentum or 1.0)
+    for running, seen in ((running_mean, normal(mean)), (running_var, deviation)):
+        if running is not None:
+            kept = aten.mul.Tensor(running, 1.0 - share)
+            running.copy_(aten.add.Tensor(kept, aten.mul.Tensor(seen, share)))
+    scaled = _scaled(normal(plain), _by_channel(value, weight), _by_channel(value, bias))
+    return scaled, mean, deviation
+
+
+def batch_norm_backward(call: Replaced) -> Any:
+    """Stand for its backward."""
+    value, weight, _mean, _var, _saved, deviation, training, _eps, mask = call.args[1:]
+    if not training:
+        return NotImplemented
+    gradient = call.gradient
+    plain = normal(
+        aten.native_batch_norm.default(value, None, None, None, None, True, 0.0, EPSILON)[0]
+    )
+    dims = [0, *range(2, value.dim())]
+    inner = _scaled(gradient, _by_channel(value, weight), None)
+    rstd = _by_channel(value, deviation)
+    return (
+        _projected(call, inner, plain, rstd, dims, is_centred=True) if mask[0] else None,
+        _summed(aten.mul.Tensor(gradient, plain), dims) if mask[1] else None,
+        _summed(gradient, dims) if mask[2] else None,
+    )
+
+
+def _by_channel(value: Tensor, channels: Tensor | None) -> Tensor | None:
+    """Return [channels] shaped to multiply a value of [batch, channels, ...]."""
+    if channels is None:
+        return None
+    return aten.view.default(channels, [1, -1, *[1] * (value.dim() - 2)])
+
+
 def attention(call: Replaced) -> Any:
-    """Stand in for `_scaled_dot_product_flash_attention_for_cpu`: [batch, heads, tokens, size].
+    """Stand for `_scaled_dot_product_flash_attention_for_cpu`: [batch, heads, tokens, size].
 
     The second result, which only the backward kernel reads, is zeros [batch, heads, tokens].
     """
@@ -84,7 +128,7 @@ def attention(call: Replaced) -> Any:
 
 
 def attention_backward(call: Replaced) -> Any:
-    """Stand in for its backward: gradients of query, key and value."""
+    """Stand for its backward: gradients of query, key and value."""
     query, key, value, _output, _logsumexp, dropout, is_causal = call.args[1:]
     if dropout:
         return NotImplemented

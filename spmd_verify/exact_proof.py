@@ -7,7 +7,6 @@ tensors are global. Normative: docs/design.md part 3.8.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -28,6 +27,7 @@ from spmd_verify.exact_rules import (
     seen,
 )
 from spmd_verify.exact_surrogates import ROUNDING_OPERATORS
+from spmd_verify.exact_kernels import kernel_errors
 from spmd_verify.exact_places import Places
 
 aten = torch.ops.aten
@@ -39,10 +39,6 @@ PRECISION: Final[Mapping[torch.dtype, int]] = {
     torch.float16: 11,
     torch.bfloat16: 8,
 }
-# How many ulp of its largest result a kernel that rounds may be off, besides one for every
-# term that it adds up. Functions of torch's vector library promise 1 ulp.
-KERNEL_ULP: Final = 4.0
-_OVER_A_DIM: Final = frozenset(("_softmax", "_log_softmax", "logsumexp"))
 _NOTHING: Final = frozenset(("detach_", "requires_grad_"))
 _COMPARISONS: Final = frozenset(("gt", "lt", "ge", "le"))
 _UNWRITTEN: Final = frozenset(
@@ -60,15 +56,15 @@ class Shadow:
             not round.
         grid: See `Term`.
         doubt: Why its values may depend on the layout, None where they do not.
-        error: Where the values are the direct result of one kernel that rounds, how far they
-            may be off.
+        error: Where the values are the direct result of one kernel that rounds, how far each
+            may be off; the shape of the result.
     """
 
     keeper: Tensor
     bound: Tensor | None
     grid: int = NO_GRID
     doubt: str | None = None
-    error: float | None = None
+    error: Tensor | None = None
 
 
 class ExactnessProof(TorchDispatchMode):
@@ -186,19 +182,10 @@ class ExactnessProof(TorchDispatchMode):
 
     def _round(self, name: str, args: Sequence[Any], results: Any, here: str) -> None:
         """Put the results of a kernel that rounds in doubt, and say how far they may be off."""
-        operand = next(x for x in args if isinstance(x, Tensor))
-        is_norm = "_norm" in name and name != "linalg_vector_norm"
-        # A normalisation divides what cancelled by the deviation, its last result.
-        scale = float(operand.abs().max() * results[-1].abs().max()) if is_norm else 0.0
-        for value in results:
-            terms = operand.numel() // max(value.numel(), 1)
-            if name in _OVER_A_DIM and operand.dim():
-                terms = math.prod(operand.shape[dim] for dim in pytree.tree_leaves(args[1]))
-            size = float(value.nan_to_num(posinf=0.0, neginf=0.0).abs().max()) + scale
-            unit = torch.finfo(value.dtype).eps
+        for value, error in zip(results, kernel_errors(name, args, results), strict=True):
             self._write(value, None)
             shadow = self._shadow(value)
-            shadow.doubt, shadow.error = here, (KERNEL_ULP + terms) * unit * max(size, unit)
+            shadow.doubt, shadow.error = here, error
 
     def _pass_on(self, name: str, args: Sequence[Any], results: Any, source: Shadow) -> None:
         """Spread a doubt, or take it away where nothing is near a boundary."""
@@ -206,25 +193,18 @@ class ExactnessProof(TorchDispatchMode):
         value = args[0]
         if error is not None and name in ("mul", "add") and isinstance(args[1], (int, float)):
             (result,) = results
-            size = float(result.abs().max()) if result.numel() else 0.0
             off = error * abs(args[1]) if name == "mul" else error
-            self._doubt(results, source.doubt, off + size * torch.finfo(result.dtype).eps)
-            return
-        if error is not None and name in ("abs", "neg", "clone", "detach"):
+            self._doubt(results, source.doubt, off + result.abs() * torch.finfo(result.dtype).eps)
+        elif error is not None and name in ("abs", "neg", "clone"):
             self._doubt(results, source.doubt, error)
-            return
-        if error is not None and name == "floor":
-            off_integer = (value - value.round()).abs()
-            if bool((off_integer > error).all()):
-                self._write(results[0], seen(results[0]))
-                return
-        if error is not None and name in _COMPARISONS:
-            if bool(((value - args[1]).abs() > error).all()):
-                self._doubt(results, None)
-                return
-        self._doubt(results, source.doubt)
+        elif error is not None and name == "floor" and _is_beyond(value - value.round(), error):
+            self._write(results[0], seen(results[0]))
+        elif error is not None and name in _COMPARISONS and _is_beyond(value - args[1], error):
+            self._doubt(results, None)
+        else:
+            self._doubt(results, source.doubt)
 
-    def _doubt(self, results: Any, why: str | None, error: float | None = None) -> None:
+    def _doubt(self, results: Any, why: str | None, error: Tensor | None = None) -> None:
         """Put results in doubt; None for those that are exact and do not round."""
         for value in results:
             if isinstance(value, Tensor):
@@ -282,6 +262,13 @@ class ExactnessProof(TorchDispatchMode):
         own = self._shadow(twin)
         own.doubt, own.error = shadow.doubt, shadow.error
         return twin
+
+
+def _is_beyond(gap: Tensor, error: Tensor) -> bool:
+    """Say whether every value is farther from its boundary than it may be off."""
+    off = error.to(torch.float64)
+    same = gap.shape == off.shape
+    return bool((gap.abs() > (off if same or not off.numel() else off.max())).all())
 
 
 def _is_direct(args: Sequence[Any], source: Shadow, shadow: Any) -> bool:

@@ -25,7 +25,7 @@ from spmd_verify.trajectory import Trajectory, named_buffers, named_parameters, 
 
 # Draws of one step's state: a value may lie on the edge of a grid by chance, in one of 30
 # draws of an attention block in float32 (measured: tests/test_exact.py's).
-DRAWS: Final = 3
+DRAWS: Final = 5
 Doubts = dict[tuple[str, str], str]  # (stage, name) -> why
 
 

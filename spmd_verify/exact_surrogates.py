@@ -290,6 +290,8 @@ _HANDLERS: Final[dict[str, Handler]] = {
     "mse_loss_backward": _mean_loss_backward,
     "native_layer_norm": layers.layer_norm,
     "native_layer_norm_backward": layers.layer_norm_backward,
+    "native_batch_norm": layers.batch_norm,
+    "native_batch_norm_backward": layers.batch_norm_backward,
     "_fused_rms_norm": layers.rms_norm,
     "_fused_rms_norm_backward": layers.rms_norm_backward,
     "_scaled_dot_product_flash_attention_for_cpu": layers.attention,
@@ -300,6 +302,6 @@ _HANDLERS: Final[dict[str, Handler]] = {
 ROUNDING_OPERATORS: Final = frozenset(
     (
         *(name for h in (_gridded, _shared, _powered, _derivative) for name in _ROUNDING[h]),
-        *("log_sigmoid_forward", "native_layer_norm", "_fused_rms_norm"),
+        *("log_sigmoid_forward", "native_layer_norm", "_fused_rms_norm", "native_batch_norm"),
     )
 )
