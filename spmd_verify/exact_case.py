@@ -77,5 +77,9 @@ class ExactCase(LoadedCase):
     @contextmanager
     def _exactly(self) -> Iterator[None]:
         """Run without oneDNN, whose kernels fuse and transform sums."""
-        with without_onednn(), super().factory_mode(), Surrogates(self.replaced, self.settings.dtype):
+        with (
+            without_onednn(),
+            super().factory_mode(),
+            Surrogates(self.replaced, self.settings.dtype),
+        ):
             yield

@@ -22,7 +22,7 @@ LIMIT: Final = 4.0
 PROBABILITY_GRID: Final = 8.0
 NORMAL_GRID: Final = 1.0
 NORMAL_LIMIT: Final = 2.0
-# Bits of a gradient that enters the backward of a surrogate, and how many of them are above
+# Bits of a gradient at the backward of a surrogate, and how many of them are above
 # 1 / N, N the elements that the loss is a mean of. Chosen: 11 bits leave 13 of float32 for the
 # products and sums until the next surrogate.
 GRADIENT_BITS: Final = {torch.float64: 28, torch.float32: 11}
@@ -45,7 +45,7 @@ STAND_IN: Final = 2.0**10
 
 @dataclass
 class Gradients:
-    """The grid that gradients are brought to where they enter the backward of a surrogate.
+    """The grid of gradients where they enter and where they leave the backward of a surrogate.
 
     Without it every layer would add its bits. It follows the loss, so that the parts of a
     batch, whose mean is over fewer elements, are rounded alike.

@@ -100,7 +100,7 @@ def batch_norm_backward(call: Replaced) -> Any:
     )
     dims = [0, *range(2, value.dim())]
     inner = _scaled(gradient, _by_channel(value, weight), None)
-    rstd = _by_channel(value, deviation)
+    rstd = aten.view.default(deviation, _channel_shape(value))
     return (
         _projected(call, inner, plain, rstd, dims, is_centred=True) if mask[0] else None,
         _summed(aten.mul.Tensor(gradient, plain), dims) if mask[1] else None,
@@ -112,7 +112,11 @@ def _by_channel(value: Tensor, channels: Tensor | None) -> Tensor | None:
     """Return [channels] shaped to multiply a value of [batch, channels, ...]."""
     if channels is None:
         return None
-    return aten.view.default(channels, [1, -1, *[1] * (value.dim() - 2)])
+    return aten.view.default(channels, _channel_shape(value))
+
+
+def _channel_shape(value: Tensor) -> list[int]:
+    return [1, -1, *[1] * (value.dim() - 2)]
 
 
 def attention(call: Replaced) -> Any:
@@ -120,10 +124,10 @@ def attention(call: Replaced) -> Any:
 
     The second result, which only the backward kernel reads, is zeros [batch, heads, tokens].
     """
-    query, key, value, dropout, is_causal = [*call.args, *(0.0, False)[len(call.args) - 3 :]]
-    if dropout:
-        return NotImplemented  # drawn inside the kernel
-    share, _ = _shares(query, key, is_causal, call.kwargs)
+    query, key, value, *rest = call.args
+    if any(rest[:1]):
+        return NotImplemented  # dropout, drawn inside the kernel
+    share, _ = _shares(query, key, any(rest[1:]), call.kwargs)
     return _product(share, value), aten.zeros_like.default(aten.select.int(query, -1, 0))
 
 
@@ -137,7 +141,11 @@ def attention_backward(call: Replaced) -> Any:
     outer = coarse(_product(gradient, _turned(value)))
     own = aten._softmax_backward_data.default(outer, share, share.dim() - 1, share.dtype)
     own = coarse(aten.mul.Tensor(own, scale))
-    return _product(own, key), _product(_turned(own), query), _product(_turned(share), gradient)
+    return (
+        coarse(_product(own, key)),
+        coarse(_product(_turned(own), query)),
+        coarse(_product(_turned(share), gradient)),
+    )
 
 
 def _shares(
@@ -206,7 +214,7 @@ def _projected(
     rest = aten.sub.Tensor(gradient, aten.mul.Tensor(plain, along))
     if is_centred:
         rest = aten.sub.Tensor(rest, coarse(scaled_sum(gradient, dims)))
-    return aten.mul.Tensor(rest, rstd)
+    return coarse(aten.mul.Tensor(rest, rstd))
 
 
 def _deviation(rstd: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from spmd_verify.exact_kernels import kernel_errors
+from spmd_verify.exact_places import Places
 from spmd_verify.exact_rules import (
     ADDING,
     NO_GRID,
@@ -27,8 +29,7 @@ from spmd_verify.exact_rules import (
     seen,
 )
 from spmd_verify.exact_surrogates import ROUNDING_OPERATORS
-from spmd_verify.exact_kernels import kernel_errors
-from spmd_verify.exact_places import Places
+from spmd_verify.user_code import one_line
 
 aten = torch.ops.aten
 
@@ -162,7 +163,12 @@ class ExactnessProof(TorchDispatchMode):
         rule = ADDING.get(name) or STILL.get(name)
         if rule is None or any(isinstance(x, Tensor) and x.is_complex() for x in results):
             raise Inexact
-        terms = rule(call)
+        try:
+            terms = rule(call)
+        except Inexact:
+            raise
+        except Exception as error:  # arguments that the rule's author has not met
+            raise Inexact(f"{here}: its rule failed with {one_line(error)}") from error
         for value, term in zip(results, terms, strict=True):
             if term is not None and name in ADDING:
                 self._check(value, term, here)

@@ -96,12 +96,12 @@ def _powered(call: Replaced) -> Any:
 def _derivative(call: Replaced) -> Any:
     """Multiply the gradient by the derivative on the grid; both have the gradient's shape."""
     slope = call.func(torch.ones_like(call.args[0]), *call.args[1:], **call.kwargs)
-    return aten.mul.Tensor(call.gradient, quantised(slope))
+    return call.gradients.coarse(aten.mul.Tensor(call.gradient, quantised(slope)))
 
 
 def _coarse_gradient(call: Replaced) -> Any:
-    """Give the kernel, which is exact on values of the grid, a gradient of few bits."""
-    return call.func(call.gradient, *call.args[1:], **call.kwargs)
+    """Let the kernel, which is exact on values of the grid, take and give few bits."""
+    return call.gradients.coarse(call.func(call.gradient, *call.args[1:], **call.kwargs))
 
 
 def _log_sigmoid(call: Replaced) -> Any:

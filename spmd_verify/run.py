@@ -152,9 +152,7 @@ class _Run:
     def judge_case(self, address: str, *, is_only: bool) -> None:
         """Judge one case under every selected style."""
         options = self.options
-        case = CaseSpec(
-            address, options.dtype, options.seed, options.steps, options.case_overrides
-        )
+        case = CaseSpec(address, options.dtype, options.seed, options.steps, options.case_overrides)
         styles: list[str] = []
         try:
             self.progress.started(f"{address}: reference on one device")
