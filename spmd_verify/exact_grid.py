@@ -22,6 +22,9 @@ LIMIT: Final = 4.0
 PROBABILITY_GRID: Final = 8.0
 NORMAL_GRID: Final = 1.0
 NORMAL_LIMIT: Final = 2.0
+# What attention multiplies: whole numbers of four bits.
+FACTOR_GRID: Final = 1.0
+FACTOR_LIMIT: Final = 8.0
 # Bits of a gradient at the backward of a surrogate, and how many of them are above
 # 1 / N, N the elements that the loss is a mean of. Chosen: 11 bits leave 13 of float32 for the
 # products and sums until the next surrogate.
@@ -65,9 +68,7 @@ class Gradients:
     def coarse(self, gradient: Tensor) -> Tensor:
         """Return a gradient on the grid; any shape."""
         limit = 2.0**LARGE_GRADIENT / self.count
-        unit = limit / 2.0**self.bits
-        steps = aten.round.default(aten.mul.Tensor(gradient, 1.0 / unit))
-        return aten.clamp.default(aten.mul.Tensor(steps, unit), -limit, limit)
+        return rounded(gradient, 2.0**self.bits / limit, limit)
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,14 @@ class Replaced:
 
 
 def quantised(value: Tensor, grid: float = GRID, limit: float = LIMIT) -> Tensor:
-    """Return a value on a grid of `1 / grid`, between -limit and limit; any shape."""
+    """Return a value that rounds on a grid of `1 / grid`, within a limit; any shape."""
     steps = aten.floor.default(aten.add.Tensor(aten.mul.Tensor(value, grid), OFFSET))
+    return aten.clamp.default(aten.mul.Tensor(steps, 1.0 / grid), -limit, limit)
+
+
+def rounded(value: Tensor, grid: float, limit: float) -> Tensor:
+    """Return an exact value on a grid of `1 / grid`, a power of two, within a limit; any shape."""
+    steps = aten.round.default(aten.mul.Tensor(value, grid))
     return aten.clamp.default(aten.mul.Tensor(steps, 1.0 / grid), -limit, limit)
 
 

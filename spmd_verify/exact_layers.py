@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 
 from spmd_verify.exact_grid import (
+    FACTOR_GRID,
+    FACTOR_LIMIT,
     Replaced,
     nearest_power,
     normal,
     power_of_two,
     probability,
+    rounded,
     scaled_sum,
 )
 
@@ -124,7 +127,8 @@ def attention(call: Replaced) -> Any:
 
     The second result, which only the backward kernel reads, is zeros [batch, heads, tokens].
     """
-    query, key, value, *rest = call.args
+    query, key, value = _factors(call.args[:3])
+    rest = call.args[3:]
     if any(rest[:1]):
         return NotImplemented  # dropout, drawn inside the kernel
     share, _ = _shares(query, key, any(rest[1:]), call.kwargs)
@@ -133,7 +137,8 @@ def attention(call: Replaced) -> Any:
 
 def attention_backward(call: Replaced) -> Any:
     """Stand for its backward: gradients of query, key and value."""
-    query, key, value, _output, _logsumexp, dropout, is_causal = call.args[1:]
+    query, key, value = _factors(call.args[1:4])
+    dropout, is_causal = call.args[6:]
     if dropout:
         return NotImplemented
     gradient, coarse = call.gradient, call.gradients.coarse
@@ -146,6 +151,11 @@ def attention_backward(call: Replaced) -> Any:
         coarse(_product(_turned(own), query)),
         coarse(_product(_turned(share), gradient)),
     )
+
+
+def _factors(values: Sequence[Tensor]) -> list[Tensor]:
+    """Return what attention multiplies, with few bits."""
+    return [rounded(value, FACTOR_GRID, FACTOR_LIMIT) for value in values]
 
 
 def _shares(
