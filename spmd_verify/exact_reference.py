@@ -23,8 +23,8 @@ from spmd_verify.record import ExactInfo
 from spmd_verify.single import Reference, SingleDevice, make_reference
 from spmd_verify.trajectory import Trajectory, named_buffers, named_parameters, same_bits
 
-# Draws of one step's state: a value may lie on the edge of a grid by chance, in one of 30
-# draws of an attention block in float32 (measured: tests/test_exact.py's).
+# A value may lie on the edge of a grid by chance; another draw of the step's state does not.
+# Chosen, not measured.
 DRAWS: Final = 5
 Doubts = dict[tuple[str, str], str]  # (stage, name) -> why
 
