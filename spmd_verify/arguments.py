@@ -75,6 +75,8 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     add("--mesh-sweep", action="append", default=[], metavar="MESH", help="several meshes, one "
         "after the other; repeatable")  # fmt: skip
     add("--dtype", help="float32, float64 or bfloat16 (default: float32)")
+    add("--exact", action="store_true", default=None, help="single steps from few-bit values, "
+        "judged bit for bit")  # fmt: skip
     add("--steps", type=int, help="training steps (default: 3)")
     add("--seed", type=int, help="base seed (default: 0)")
     add("-k", dest="match", metavar="GLOB", help="only cells CASE/STYLE that match")
@@ -165,6 +167,7 @@ def flag_settings(arguments: argparse.Namespace) -> dict[str, Any]:
         "styles": _split(arguments.styles),
         "mesh": arguments.mesh,
         "dtype": arguments.dtype,
+        "exact": arguments.exact,
         "steps": arguments.steps,
         "seed": arguments.seed,
         "timeout": arguments.timeout,

@@ -104,13 +104,18 @@ def judge(
     undetermined = sum(judging.undetermined_elements(row) for row in moved)
     exercised = judging.exercised(rows)
     reasons = [row.unknown.get("reason") for row in rows if row.verdict == Verdict.UNDETERMINED]
+    verdict = cell_verdict(
+        (row.verdict for row in rows),
+        is_exercised=exercised.n > 0,
+        undetermined_elements=undetermined,
+        signal_elements=sum(math.prod(row.shape) for row in moved),
+    )
+    doubts = store.index.exact.doubts if store.index.exact is not None else []
+    if doubts and verdict in (Verdict.EXACT, Verdict.ROUNDING):
+        verdict = Verdict.UNDETERMINED
+        reasons.insert(0, f"not exact: {doubts[0]}; what it reaches was judged by its noise")
     return Judgement(
-        verdict=cell_verdict(
-            (row.verdict for row in rows),
-            is_exercised=exercised.n > 0,
-            undetermined_elements=undetermined,
-            signal_elements=sum(math.prod(row.shape) for row in moved),
-        ),
+        verdict=verdict,
         rows=rows,
         first_divergence=None
         if first is None

@@ -103,6 +103,7 @@ class Options:
         verbosity: -1 quiet, 0 normal, 1 lists tensors, 2 adds the exact ones.
         log_dir: Where rank logs go; None for a temporary folder.
         reports: `(format, path)` of every report file asked for.
+        exact: Judge single steps from dyadic states, bit for bit.
         overrides: Fields put over what discovery finds, by name; part of a case's address.
         faults: Most faults that `certify` plants in a cell, >= 1.
         command: The command line, for the record.
@@ -128,6 +129,7 @@ class Options:
     verbosity: int = 0
     log_dir: str | None = None
     reports: tuple[tuple[str, str], ...] = ()
+    exact: bool = False
     overrides: dict[str, str] = field(default_factory=dict)
     faults: int = DEFAULT_FAULTS
     command: tuple[str, ...] = ()
@@ -136,6 +138,11 @@ class Options:
     def meshes(self) -> tuple[MeshSpec, ...]:
         """Return the meshes to run, in order."""
         return self.mesh_sweep or (self.mesh,)
+
+    @property
+    def case_overrides(self) -> dict[str, str]:
+        """Return what `case.load_case` takes as overrides."""
+        return {**self.overrides, **({"exact": "yes"} if self.exact else {})}
 
     @property
     def rank_limit(self) -> int:

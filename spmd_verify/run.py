@@ -139,7 +139,7 @@ def _settings(options: Options) -> dict[str, object]:
         "runner": options.runner,
         "strict": options.strict,
         "probe": options.probe,
-        "overrides": dict(options.overrides),
+        "overrides": options.case_overrides,
         "limits": {f"{dtype}/{norm}": c for (dtype, norm), c in LIMITS.items()},
     }
 
@@ -173,9 +173,7 @@ class _Run:
     def judge_case(self, address: str, *, is_only: bool) -> None:
         """Judge one case under every selected style."""
         options = self.options
-        case = CaseSpec(
-            address, options.dtype, options.seed, options.steps, dict(options.overrides)
-        )
+        case = CaseSpec(address, options.dtype, options.seed, options.steps, options.case_overrides)
         styles: list[str] = []
         try:
             self.progress.started(f"{address}: reference on one device")
@@ -233,6 +231,8 @@ class _Run:
             self.progress.note(f"{case.address}: {note}")
         notes = self.record.unknown.setdefault("notes", {})
         notes[case.address] = report.notes
+        if report.exact is not None:
+            self.record.unknown.setdefault("exact", {})[case.address] = report.exact
         return report
 
     def ask_solo(self, function: str, payload: bytes) -> bytes:

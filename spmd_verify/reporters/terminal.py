@@ -6,12 +6,13 @@ Torch-free. Numbers are formatted here and handed to tabulate as strings with
 
 import math
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final
 
+import msgspec
 from tabulate import tabulate
 
 from spmd_verify.exit_codes import fails
-from spmd_verify.record import Cell, Record, Row
+from spmd_verify.record import Cell, ExactInfo, Record, Row
 from spmd_verify.verdict import LIMITS
 
 _HEADERS: Final = ("style", "mesh", "verdict", "worst tensor", "error / noise", "exercised")
@@ -93,6 +94,8 @@ def _failure(cell: Cell) -> str:
     cause = (row.cause if row else None) or cell.cause
     if cause is not None:
         residual = f" (residual {_number(cause.residual)} x noise)"
+        if not math.isfinite(cause.residual):
+            residual = ""  # there is no noise
         lines.append(f"  cause: {cause.kind}: {cause.text}{residual}")
         if cause.remedy:
             lines.append(f"  remedy: {cause.remedy}")
@@ -115,6 +118,8 @@ def _divergence(cell: Cell, row: Row | None) -> list[str]:
         )
     if row is not None:
         ratio = f"{_number(row.ratio)} x the noise" if row.ratio is not None else "no noise floor"
+        if not row.noise and (differing := row.unknown.get("differing")):
+            ratio = f"{differing} of {math.prod(row.shape)} elements differ where no bit may"
         ranks = f", ranks {_ranges(row.ranks)}" if row.ranks else ""
         lines.append(f"  {ratio}{ranks}")
     if first.operator:
@@ -186,8 +191,32 @@ def _summary(record: Record) -> str:
     lines += [
         f"note: {cell.id}: {cell.message}" for cell in judged if cell.message and cell not in failed
     ]
+    lines += [_exactness(*pair) for pair in record.unknown.get("exact", {}).items()]
     for address, notes in record.unknown.get("notes", {}).items():
         lines += [f"note: {address}: {note}" for note in notes]
+    return "\n".join(lines)
+
+
+def _exactness(address: str, found: Any) -> str:
+    """Say what exact mode proved of a case: `record.ExactInfo`, or its JSON form.
+
+    Surrogates of backward kernels are in the record only.
+    """
+    info = msgspec.convert(found, ExactInfo, from_attributes=True)
+    used = f"{info.bits} of {info.precision} bits used"
+    where = f" ({info.where})" if info.where else ""
+    lines = [f"exact: {address}: {used}{where}"]
+    if info.doubts:
+        lines = [f"not exact: {address}: {info.doubts[0]}; the rest: {used}{where}"]
+        lines += [f"  also in doubt: {why}" for why in info.doubts[1:]]
+    places: dict[str, list[str]] = {}
+    for surrogate in info.surrogates:
+        name, _, place = surrogate.partition(" at ")
+        if not place.startswith("backward"):
+            places.setdefault(name, []).append(place)
+    if places:
+        told = (f"{name} ({', '.join(found)})" for name, found in places.items())
+        lines.append(f"  surrogates for: {', '.join(told)}")
     return "\n".join(lines)
 
 

@@ -8,7 +8,7 @@ step; what it shows is compared at once and not kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,9 @@ from spmd_verify.compare import (
     fitting_parts,
     hyper_parameter_differences,
 )
-from spmd_verify.errors import SpmdVerifyError
+from spmd_verify.errors import SpmdVerifyError, Unsupported
+from spmd_verify.exact_case import ExactCase
+from spmd_verify.exact_grid import is_power
 from spmd_verify.layouts import region
 from spmd_verify.runner.dumping import DumpTaker
 from spmd_verify.store import Store
@@ -79,6 +81,9 @@ class Drive:
         Raises:
             Unsupported: The style does not take the case.
         """
+        if isinstance(self.case, ExactCase):
+            self.is_anchored = False
+            return self._run_exact(self.case)
         self.is_anchored = self.steps > 1
         self.note("building the free run")
         free = self.style.build(self.case, self.context)
@@ -91,6 +96,29 @@ class Drive:
             self._run_anchored()
         if self.steps == self.case.steps:
             self._evaluate(free)
+        return facts
+
+    def _run_exact(self, case: ExactCase) -> dict[str, Any]:
+        """Run and compare every step alone, from its own drawn state.
+
+        Raises:
+            Unsupported: `not-exact`, where the style may divide by a number of ranks that is
+                no power of two.
+        """
+        _refuse_odd_axes(self.style, self.context.axes)
+        facts: dict[str, Any] = {}
+        for index in range(case.steps):
+            self.note(f"building step {index}")
+            alone = case.at(index, self.store.draw(index))
+            run = self.style.build(alone, self.context)
+            self._compare("free", index, {"initial_state": _initial_state(run)})
+            self._compare_hyper_parameters(run, index)
+            self.note(f"step {index}")
+            batch = alone.batch(0)
+            alone.seed_step(0)
+            self._compare("free", index, run.step(0, batch))
+            self._compare("free", index, run.state())
+            facts = facts or dict(run.facts())
         return facts
 
     def _run_anchored(self) -> None:
@@ -223,6 +251,22 @@ def _write(
                 return False
             local.copy_(store.expected(*key, fitting[0]))
     return True
+
+
+def _refuse_odd_axes(style: Style, axes: Mapping[str, int]) -> None:
+    """Refuse exact mode where a mean over ranks would round.
+
+    Raises:
+        Unsupported: `not-exact`.
+    """
+    odd = {name: size for name, size in axes.items() if not is_power(size)}
+    if odd and getattr(style, "may_divide", True):
+        name, size = next(iter(odd.items()))
+        raise Unsupported(
+            f"Not exact: {style.name} may divide by the {size} ranks of {name}, which is no power "
+            f"of two. Use 2 or 4 ranks, or run without --exact",
+            slug="not-exact",
+        )
 
 
 def _initial_state(run: StyleRun) -> dict[str, Observed]:

@@ -17,6 +17,8 @@ from torch import nn
 from spmd_verify import noise, styles
 from spmd_verify.case import LoadedCase, load_case
 from spmd_verify.compare import Statistics
+from spmd_verify.exact_case import ExactCase
+from spmd_verify.exact_reference import make_exact_reference
 from spmd_verify.judge import Judgement, judge
 from spmd_verify.planting.planted import PlantedStyle
 from spmd_verify.record import Cell
@@ -85,10 +87,16 @@ def write_reference(context: Context, payload: bytes) -> bytes:
     spec = decode(payload, ReferenceSpec)
     case = loaded(context, spec.case)
     context.note("reference runs on one device")
+    info = None
     with case.on_one_device():
-        device, reference = make_reference(case)
-    context.note("noise runs")
-    measured = noise.measure(device, reference)
+        if isinstance(case, ExactCase):
+            found = make_exact_reference(case)
+            device, reference, measured, info = found.parts
+        else:
+            device, reference = make_reference(case)
+    if info is None:
+        context.note("noise runs")
+        measured = noise.measure(device, reference)
     context.note("writing the reference")
     model, optimizer = device.build()
     parameters = named_parameters(model)[0]
@@ -98,12 +106,14 @@ def write_reference(context: Context, payload: bytes) -> bytes:
         measured,
         dtype=spec.case.dtype,
         trainable=[name for name, tensor in parameters.items() if tensor.requires_grad],
+        exact=info,
     )
     return encode(
         ReferenceReport(
             notes=_reference_notes(reference, measured),
             is_sgd=all(type(each) is torch.optim.SGD for each in optimizers_of(optimizer)),
-            is_stepped=_is_stepped(case, model, optimizer),
+            is_stepped=info is not None or _is_stepped(case, model, optimizer),
+            exact=info,
         )
     )
 
@@ -203,6 +213,8 @@ def _located(
 ) -> tuple[str, str | None] | None:
     """Run the free build up to a step and ask what that step would compute differently."""
     case = loaded(context, spec.case)
+    if isinstance(case, ExactCase):
+        case, step = case.at(step, Store(spec.store_path).draw(step)), 0
     run = style.build(case, _style_context(context, spec))
     for index in range(step):
         case.seed_step(index)

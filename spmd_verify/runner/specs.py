@@ -13,6 +13,7 @@ import msgspec
 
 from spmd_verify.certificate import Sensitivity
 from spmd_verify.planting.faults import Fault, Watched
+from spmd_verify.record import ExactInfo
 from spmd_verify.runner.failures import Failure
 
 _T = TypeVar("_T")
@@ -80,11 +81,13 @@ class ReferenceReport(msgspec.Struct, frozen=True):
         notes: What a reader should know: runs dropped, float64 absent, islands.
         is_sgd: Whether the case trains with `torch.optim.SGD` only.
         is_stepped: Whether a step steps the optimizer that the case builds.
+        exact: What exact mode proved; None in other modes.
     """
 
     notes: list[str]
     is_sgd: bool = False
     is_stepped: bool = True
+    exact: ExactInfo | None = None
 
 
 class CellSpec(msgspec.Struct, frozen=True):

@@ -101,6 +101,9 @@ class Style(Protocol):
     Attributes:
         name: Its id in `spmd-verify styles`.
         runners: The runners that can run it.
+
+    A style that never divides by a number of ranks may say so with `may_divide = False`; exact
+    mode takes any mesh then.
     """
 
     @property

@@ -58,12 +58,14 @@ class GraphStyle:
         mode: `(case, context, mesh) -> ParallelMode`.
         transformation: Rewrites the local graph of the training step; for planted faults.
         runners: The runners that can run it.
+        may_divide: Whether it may divide by a number of ranks; see `base.Style`.
     """
 
     name: str
     mode: ModeFactory
     transformation: Transformation | None = None
     runners: frozenset[str] = frozenset({"processes", "lockstep"})
+    may_divide: bool = False
 
     def build(self, case: LoadedCase, context: StyleContext) -> GraphRun:
         """Build model, optimizer and compiled step.
