@@ -169,7 +169,8 @@ def _summary(record: Record) -> str:
     strict = bool(record.settings.get("strict"))
     failed = [cell for cell in judged if fails(cell, strict=strict)]
     lines = [f"{len(failed)} of {len(judged)} cells fail{_others(record.cells, judged)}"]
-    shares = [(share, cell) for cell in judged if (share := _share(cell)) is not None]
+    measured = [cell for cell in judged if not cell.counts.get("mismatch")]
+    shares = [(share, cell) for cell in measured if (share := _share(cell)) is not None]
     if not failed and shares:
         share, cell = max(shares, key=lambda pair: pair[0])
         assert cell.worst is not None
@@ -185,6 +186,7 @@ def _summary(record: Record) -> str:
         )
     lines += [
         f"warning: {cell.id} reports another value than it trains with; --strict fails for it"
+        + (f": {cell.cause.text}" if cell.cause else "")
         for cell in judged
         if cell.verdict not in ("mismatch", "semantic") and cell.counts.get("mismatch")
     ]
