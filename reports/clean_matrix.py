@@ -105,16 +105,22 @@ def render(results: list[dict[str, Any]]) -> str:
         "- bfloat16's floor is wider: the noise runs round every sum to 8 bits, as ranks that add in "
         "bfloat16 do; the limit c is 6 instead of 4 (verdict.LIMITS)"
     )
-    rows = [
-        [result["case"], result["dtype"], result["seed"], result["group"], len(result["cells"]),
-         ", ".join(f"{n} {v}" for v, n in sorted(Counter(c["verdict"] for c in result["cells"]).items())),
-         f"{max((c['ratio'] or 0 for c in result['cells'] if c['verdict'] in RIGHT), default=0):.2f}",
-         f"{result['seconds']:.0f}"]
-        for result in results
-    ]  # fmt: skip
+    rows = [_row(result) for result in results]
     header = ["case", "dtype", "seed", "styles", "cells", "verdicts", "worst error / noise", "s"]
     table = tabulate(rows, header, tablefmt="github", disable_numparse=True)
     return "\n".join([*lines, "", table, ""])
+
+
+def _row(result: dict[str, Any]) -> list[str]:
+    """Return one line of the table."""
+    cells = result["cells"]
+    verdicts = sorted(Counter(cell["verdict"] for cell in cells).items())
+    ratios = [cell["ratio"] or 0.0 for cell in cells if cell["verdict"] in RIGHT]
+    return [
+        result["case"], result["dtype"], str(result["seed"]), result["group"], str(len(cells)),
+        ", ".join(f"{number} {verdict}" for verdict, number in verdicts),
+        f"{max(ratios, default=0.0):.2f}", f"{result['seconds']:.0f}",
+    ]  # fmt: skip
 
 
 def main() -> int:
