@@ -14,6 +14,7 @@ cell the slower one counts.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import platform
 import statistics
@@ -169,7 +170,7 @@ def time_reference(path: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_store(Path(folder), reference, measured, dtype="float32", trainable=[])
         times.append(time.process_time())
-    parts = [late - early for early, late in zip(times, times[1:], strict=False)]
+    parts = [late - early for early, late in itertools.pairwise(times)]
     print(statistics.median(plain), statistics.median(observed), *parts, runs)
 
 
@@ -186,23 +187,24 @@ def ratio_c(example: str, found: list[dict[str, Any]]) -> list[list[str]]:
         reference = statistics.median(made(record, "wall") for record, _, _ in runs)
         rest = whole - reference - sum(parts)
         rows.append([example, name, *(f"{x:.2f}" for x in (whole, reference, *parts, rest))])
-    ratios = []
-    for part in (lambda _: 0.0, lambda record: spent(record, "wall", "capture")):
-        ratios.append(statistics.median(
-            (each["second"][1] - part(each["second"][0]))
-            / (each["first"][1] - part(each["first"][0]))
-            for each in found
-        ))  # fmt: skip
-    rows[1] += [f"{ratio:.2f}" for ratio in ratios]
+    whole = [each["second"][1] / each["first"][1] for each in found]
+    rest = [_uncaptured(each["second"]) / _uncaptured(each["first"]) for each in found]
     rows[0] += ["", ""]
+    rows[1] += [f"{statistics.median(ratios):.2f}" for ratios in (whole, rest)]
     return rows
+
+
+def _uncaptured(judged_once: tuple[Record, float, dict[str, float]]) -> float:
+    """Return the wall time of a command without its captures."""
+    record, seconds, _ = judged_once
+    return seconds - spent(record, "wall", "capture")
 
 
 def wider(text: str) -> str:
     """Return the transformer example with other default sizes."""
     for name, value in WIDER.items():
         before, _, after = text.partition(f"{name}: int = ")
-        text = f"{before}{name}: int = {value}{after[after.index(','):]}"
+        text = f"{before}{name}: int = {value}{after[after.index(',') :]}"
     return text
 
 

@@ -45,6 +45,7 @@ KEYS: Final[dict[str, Callable[[Any], Any]]] = {
     "styles": _words,
     "mesh": _text,
     "dtype": _text,
+    "exact": _truth,
     "steps": int,
     "seed": int,
     "timeout": float,
@@ -53,6 +54,7 @@ KEYS: Final[dict[str, Callable[[Any], Any]]] = {
     "log-dir": _text,
     "no-cache": _truth,
     "strict": _truth,
+    "probe": _truth,
 }
 
 

@@ -111,17 +111,20 @@ class Ensemble:
                     if not is_rounding(value):
                         continue
                     key = (index, stage, name)
-                    if can_be_stacked(value, centre) and value.numel() <= LARGEST_STACKED:
+                    if can_be_stacked(value, centre):
                         kind = value.shape, value.dtype, centre.dtype, stage in kept
                         alike.setdefault(kind, []).append((key, value, centre))
                     else:
                         self._add_one(key, value, centre, stage in kept)
-        for (*_, by_elements), group in alike.items():
-            self._add_alike(group, by_elements)
+        for (shape, *_, by_elements), group in alike.items():
+            size = len(group) if shape.numel() <= LARGEST_STACKED else 1
+            for start in range(0, len(group), size):
+                self._add_alike(group[start : start + size], by_elements)
 
     def _add_alike(self, group: Sequence[tuple[Key, Tensor, Tensor]], by_element: bool) -> None:
         """Take tensors of one shape and dtype into the maxima: the bits of `_add_one`."""
-        values, centres = (stacked([entry[i] for entry in group]) for i in (1, 2))
+        values = stacked([value for _, value, _ in group])
+        centres = stacked([centre for _, _, centre in group])
         shape = group[0][1].shape
         difference = values.to(torch.float64) - centres.to(torch.float64)
         rows = difference.square().reshape(len(group), shape[0] if shape else 1, -1).sum(2)

@@ -57,6 +57,7 @@ class Statistics(msgspec.Struct, kw_only=True):
         actual: Its value here.
         expected: Its value in the reference.
         max_ulp: Largest distance from the reference, in ulp of the tensor's dtype.
+        differing: Elements that are not equal to the reference's.
         digest: Of the bits of this copy; empty for an exact one.
         value: The number itself, for tensors of one element.
         problem: Why the tensor could not be compared, if it could not.
@@ -81,6 +82,7 @@ class Statistics(msgspec.Struct, kw_only=True):
     actual: float = 0.0
     expected: float = 0.0
     max_ulp: int = 0
+    differing: int = 0
     digest: str = ""
     value: float | None = None
     problem: str | None = None
@@ -176,6 +178,7 @@ def _add_worst(found: Statistics, local: Tensor, expected: Tensor, part: Region)
     gap = torch.where(left == right, 0.0, gap.nan_to_num(nan=torch.inf, posinf=torch.inf))
     flat = int(gap.argmax())
     index = [int(i) for i in torch.unravel_index(torch.tensor(flat), gap.shape)]
+    found.differing = int((gap != 0).sum())
     found.actual = float(left[tuple(index)])
     found.expected = float(right[tuple(index)])
     found.worst_index = list(part.global_index(index[: len(part.ranges)]))
@@ -256,6 +259,7 @@ def _measure_stacked(tasks: Sequence[Task]) -> None:
     largest = gap.gather(1, places)[:, 0].tolist()
     actual = local.gather(1, places)[:, 0].tolist()
     wanted = expected.gather(1, places)[:, 0].tolist()
+    differing = (gap != 0).sum(1).tolist()
     ulps = ulp_distance(local, expected).amax(1).tolist()
     signal = (local != 0).any(1).tolist()
     bits = local.view(torch.uint8).numpy()
@@ -272,6 +276,7 @@ def _measure_stacked(tasks: Sequence[Task]) -> None:
         if not found.is_exact:
             found.digest = _digest(shape, task.local.dtype, bits[i].tobytes())
             index = _unraveled(worst_at[i], shape)
+            found.differing = differing[i]
             found.actual, found.expected, found.max_ulp = actual[i], wanted[i], ulps[i]
             found.worst_index = list(task.part.global_index(index))
 

@@ -35,11 +35,11 @@ class Manifest(msgspec.Struct, kw_only=True):
 
     Attributes:
         files: Size in bytes and digest by file name.
-        notes: What making the reference told.
+        told: What making the reference told.
     """
 
     files: dict[str, tuple[int, str]]
-    notes: list[str]
+    told: bytes
 
 
 class Damaged(Exception):
@@ -80,8 +80,8 @@ class ReferenceCache:
         self.limit_bytes = limit_bytes
         self.remarks: list[str] = []
 
-    def take(self, key: str, destination: Path) -> list[str] | None:
-        """Put a stored reference at `destination` and return its notes.
+    def take(self, key: str, destination: Path) -> bytes | None:
+        """Put a stored reference at `destination` and return what making it told.
 
         Args:
             key: Name of the entry.
@@ -107,17 +107,17 @@ class ReferenceCache:
         except OSError as error:
             self.remarks.append(f"the reference cache was not read: {_reason(error)}")
         else:
-            return manifest.notes
+            return manifest.told
         shutil.rmtree(destination, ignore_errors=True)
         return None
 
-    def put(self, key: str, source: Path, notes: list[str]) -> None:
+    def put(self, key: str, source: Path, told: bytes) -> None:
         """Keep the store at `source`, and remove what is then too much.
 
         Args:
             key: Name of the entry; one that is there is left alone.
             source: A complete store, not written to any more.
-            notes: What making it told.
+            told: What making it told.
         """
         temporary: Path | None = None
         try:
@@ -133,7 +133,7 @@ class ReferenceCache:
                     f"{self.limit_bytes}"
                 )
                 return
-            _write_manifest(temporary / MANIFEST, Manifest(files=files, notes=notes))
+            _write_manifest(temporary / MANIFEST, Manifest(files=files, told=told))
             with contextlib.suppress(FileExistsError, OSError):
                 # Fails where another run was faster: both wrote the same.
                 os.rename(temporary, self.folder / key)

@@ -78,13 +78,13 @@ def was_cached(report: ReferenceReport) -> bool:
 # -- entries -----------------------------------------------------------------------------------
 
 
-def test_what_was_put_is_taken_with_its_notes(
+def test_what_was_put_is_taken_with_what_it_told(
     cache: ReferenceCache, store: Path, tmp_path: Path
 ) -> None:
     assert cache.take("a", tmp_path / "none") is None
-    cache.put("a", store, ["noise run not counted: x"])
+    cache.put("a", store, b"told")
 
-    assert cache.take("a", tmp_path / "taken") == ["noise run not counted: x"]
+    assert cache.take("a", tmp_path / "taken") == b"told"
     assert names(tmp_path / "taken") == [*NAMES]
     assert (tmp_path / "taken" / NAMES[1]).read_bytes() == (store / NAMES[1]).read_bytes()
     assert names(cache.folder) == ["a"]
@@ -94,7 +94,7 @@ def test_what_was_put_is_taken_with_its_notes(
 def test_an_entry_outlives_the_folder_it_came_from_and_a_taken_one_the_entry(
     cache: ReferenceCache, store: Path, tmp_path: Path
 ) -> None:
-    cache.put("a", store, [])
+    cache.put("a", store, b"")
     for name in NAMES:
         (store / name).unlink()
     cache.take("a", tmp_path / "taken")
@@ -119,7 +119,7 @@ def _flip(path: Path) -> None:
 def test_a_damaged_entry_is_dropped_and_said(
     cache: ReferenceCache, store: Path, tmp_path: Path, name: str, damage: Callable[[Path], None]
 ) -> None:
-    cache.put("a", store, [])
+    cache.put("a", store, b"")
     damage(cache.folder / "a" / name)
 
     assert cache.take("a", tmp_path / "taken") is None
@@ -131,21 +131,21 @@ def test_a_damaged_entry_is_dropped_and_said(
 def test_the_least_recently_used_entries_go_first(
     cache: ReferenceCache, store: Path, tmp_path: Path
 ) -> None:
-    cache.put("a", store, [])
+    cache.put("a", store, b"")
     size = sum(path.stat().st_size for path in (cache.folder / "a").iterdir())
     cache.limit_bytes = 2 * size + 10
-    cache.put("b", store, [])
+    cache.put("b", store, b"")
     for age, key in enumerate("ba"):
         os.utime(cache.folder / key / MANIFEST, (1000.0 + age, 1000.0 + age))
     cache.take("b", tmp_path / "taken")
-    cache.put("c", store, [])
+    cache.put("c", store, b"")
 
     assert names(cache.folder) == ["b", "c"]
 
 
 def test_a_reference_larger_than_the_cache_is_not_kept(cache: ReferenceCache, store: Path) -> None:
     cache.limit_bytes = 10
-    cache.put("a", store, [])
+    cache.put("a", store, b"")
 
     assert names(cache.folder) == []
     assert "exceed" in cache.remarks[0]
@@ -156,7 +156,7 @@ def test_left_overs_of_killed_writers_are_removed(cache: ReferenceCache, store: 
         (cache.folder / name).mkdir(parents=True)
         if age:
             os.utime(cache.folder / name, (1000.0, 1000.0))
-    cache.put("a", store, [])
+    cache.put("a", store, b"")
 
     assert names(cache.folder) == [".tmp-new", "a"]
 
@@ -164,9 +164,9 @@ def test_left_overs_of_killed_writers_are_removed(cache: ReferenceCache, store: 
 def _write_often(folder: Path, store: Path) -> None:
     for number in range(20):
         writer = ReferenceCache(folder)
-        writer.put(f"key-{number % 3}", store, [])
+        writer.put(f"key-{number % 3}", store, b"")
         taken = folder.parent / f"taken-{os.getpid()}-{number}"
-        assert writer.take(f"key-{number % 3}", taken) == []
+        assert writer.take(f"key-{number % 3}", taken) == b""
         assert names(taken) == [*NAMES]
         assert writer.remarks == []
 
@@ -188,7 +188,7 @@ def test_writers_at_once_do_not_mix(store: Path, tmp_path: Path) -> None:
 def test_a_cache_that_cannot_be_used_is_a_remark(store: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     broken = ReferenceCache(tmp_path / "file" / "below")
-    broken.put("a", store, [])
+    broken.put("a", store, b"")
 
     assert broken.take("a", tmp_path / "taken") is None
     assert "was not kept" in broken.remarks[0]

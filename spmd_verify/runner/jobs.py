@@ -7,20 +7,22 @@ the last case it loaded, and what styles share between the cells of that case.
 from __future__ import annotations
 
 import platform
-import shutil
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+from torch import nn
 
-from spmd_verify import noise, styles
+from spmd_verify import garbage, noise, styles
 from spmd_verify.case import LoadedCase, load_case
+from spmd_verify.exact_case import ExactCase
+from spmd_verify.exact_reference import make_exact_reference
 from spmd_verify.judge import Judgement, judge
 from spmd_verify.measure import Statistics
+from spmd_verify.planting.planted import PlantedStyle
 from spmd_verify.record import Cell
-from spmd_verify.reference_cache import ReferenceCache
-from spmd_verify.reference_key import reference_key, still_holds
+from spmd_verify.runner.caching import through_cache
 from spmd_verify.runner.drive import Drive
 from spmd_verify.runner.dumping import DumpTaker
 from spmd_verify.runner.failures import is_user_file
@@ -43,7 +45,7 @@ from spmd_verify.stopwatch import Stopwatch
 from spmd_verify.store import Store, write_store
 from spmd_verify.styles.base import Style, StyleContext, mesh_coordinates
 from spmd_verify.styles.user import mesh_of
-from spmd_verify.trajectory import named_parameters
+from spmd_verify.trajectory import named_parameters, optimizers_of
 
 
 @job
@@ -72,6 +74,7 @@ def describe_case(context: Context, payload: bytes) -> bytes:
             meshes={
                 name: mesh for name in case.user_styles if (mesh := mesh_of(case, name)) is not None
             },
+            setups=[name for name, hooks in case.hooks.styles.items() if hooks.setup is not None],
         )
     )
 
@@ -85,63 +88,59 @@ def write_reference(context: Context, payload: bytes) -> bytes:
     """
     spec = decode(payload, ReferenceSpec)
     case = loaded(context, spec.case)
-    stopwatch, path = Stopwatch(), Path(spec.store_path)
-    cache = ReferenceCache(spec.cache_path) if spec.cache_path else None
-    notes: list[str] | None = None
-    key = ""
-    remarks: list[str] = []
-    if cache is not None:
-        with stopwatch("cache"), case.on_one_device():
-            key = reference_key(case)
-            notes = cache.take(key, path)
-            if notes is not None:
-                context.note("proving the cached reference")
-                notes = _proven(case, cache, key, path, notes)
-    if notes is None:
-        notes = _make(context, case, path, stopwatch)
-        if cache is not None:
-            with stopwatch("cache"):
-                cache.put(key, path, notes)
-    else:
-        remarks.append("reference of an earlier run, proven by one run on one device")
-    remarks += cache.remarks if cache is not None else []
-    return encode(ReferenceReport(notes, remarks, stopwatch.seconds, stopwatch.cpu_seconds))
+
+    def make(stopwatch: Stopwatch) -> ReferenceReport:
+        return _make_reference(context, case, Path(spec.store_path), stopwatch)
+
+    return encode(through_cache(case, spec, make))
 
 
-def _proven(
-    case: LoadedCase, cache: ReferenceCache, key: str, path: Path, notes: list[str]
-) -> list[str] | None:
-    """Return the notes of a cached reference; None, and no entry, if it is not the case's."""
-    if still_holds(case, path):
-        return notes
-    cache.remove(key)
-    shutil.rmtree(path)
-    cache.remarks.append(
-        "the cached reference is not what one device computes now, though nothing that was "
-        "compared has changed; it is made anew"
-    )
-    return None
-
-
-def _make(context: Context, case: LoadedCase, path: Path, stopwatch: Stopwatch) -> list[str]:
-    """Run a case on one device, write its store, return its notes."""
+def _make_reference(
+    context: Context, case: LoadedCase, path: Path, stopwatch: Stopwatch
+) -> ReferenceReport:
+    """Run a case on one device and write its store."""
     context.note("reference runs on one device")
+    info = None
     with stopwatch("reference"), case.on_one_device():
-        device, reference = make_reference(case)
-    context.note("noise runs")
-    with stopwatch("noise"):
-        measured = noise.measure(device, reference)
+        if isinstance(case, ExactCase):
+            found = make_exact_reference(case)
+            device, reference, measured, info = found.parts
+        else:
+            device, reference = make_reference(case)
+    if info is None:
+        context.note("noise runs")
+        with stopwatch("noise"):
+            measured = noise.measure(device, reference)
     context.note("writing the reference")
+    model, optimizer = device.build()
+    parameters = named_parameters(model)[0]
     with stopwatch("write"):
-        parameters = named_parameters(device.build()[0])[0]
         write_store(
             path,
             reference,
             measured,
             dtype=str(case.dtype).removeprefix("torch."),
             trainable=[name for name, tensor in parameters.items() if tensor.requires_grad],
+            exact=info,
         )
-    return _reference_notes(reference, measured)
+    return ReferenceReport(
+        notes=_reference_notes(reference, measured),
+        is_sgd=all(type(each) is torch.optim.SGD for each in optimizers_of(optimizer)),
+        is_stepped=info is not None or _is_stepped(case, model, optimizer),
+        exact=info,
+    )
+
+
+def _is_stepped(case: LoadedCase, model: nn.Module, optimizer: Any) -> bool:
+    """Say whether a step steps the optimizer it is given; only asked where SGD stands in."""
+    if case.overrides.get("optimizer") != "sgd":
+        return True
+    calls: list[object] = []
+    for single in optimizers_of(optimizer):
+        single.register_step_post_hook(lambda *_: calls.append(None))
+    case.seed_step(0)
+    case.step(model, optimizer, case.batch(0))
+    return bool(calls)
 
 
 def _reference_notes(reference: Any, measured: noise.Noise) -> list[str]:
@@ -165,13 +164,16 @@ def run_cell(context: Context, payload: bytes) -> bytes:
     case = loaded(context, spec.case)
     mesh = _style_context(context, spec)
     store = Store(spec.store_path)
-    dump = DumpTaker(store, tuple(spec.axes.values())) if spec.dump_path else None
-    steps = None if spec.last_step < 0 else spec.last_step + 1
     style = styles.find(spec.style, case)
-    run = Drive(style, case, mesh, store, context.note, dump=dump, steps=steps)
+    planted = None if spec.fault is None else PlantedStyle(style, spec.fault, store)
+    run = Drive(planted or style, case, mesh, store, context.note)
+    if spec.last_step >= 0:
+        run.steps = spec.last_step + 1
+    if spec.dump_path:
+        run.dump = DumpTaker(store, tuple(spec.axes.values()))
     facts = run.run()
-    if dump is not None:
-        dump.write(spec.dump_path, mesh)
+    if run.dump is not None:
+        run.dump.write(spec.dump_path, mesh)
     return encode(
         CellReport(
             statistics=encode(run.statistics),
@@ -179,6 +181,7 @@ def run_cell(context: Context, payload: bytes) -> bytes:
             collectives=dict(facts.get("collectives", {})),
             captures=int(facts.get("captures", 0)),
             notes=[*run.notes, *facts.get("notes", ())],
+            watched=None if planted is None else planted.watched(run.statistics),
             facts={**facts.get("facts", {}), "is_anchored": run.is_anchored},
             seconds=run.stopwatch.seconds,
             cpu_seconds=run.stopwatch.cpu_seconds,
@@ -225,6 +228,8 @@ def _located(
 ) -> tuple[str, str | None] | None:
     """Run the free build up to a step and ask what that step would compute differently."""
     case = loaded(context, spec.case)
+    if isinstance(case, ExactCase):
+        case, step = case.at(step, Store(spec.store_path).draw(step)), 0
     run = style.build(case, _style_context(context, spec))
     for index in range(step):
         case.seed_step(index)
@@ -290,9 +295,16 @@ def _cell(request: JudgeRequest, reports: list[CellReport], judgement: Judgement
             "captures": reports[0].captures,
             "growth": judgement.growth,
             "undetermined_elements": judgement.undetermined_elements,
+            **_watched(reports),
             "facts": _merged_facts(reports),
         },
     )
+
+
+def _watched(reports: list[CellReport]) -> dict[str, Any]:
+    """Return what planting a fault saw, by process; nothing for a cell without one."""
+    seen = [report.watched for report in reports if report.watched is not None]
+    return {"watched": msgspec.to_builtins(seen)} if seen else {}
 
 
 def _merged_facts(reports: list[CellReport]) -> dict[str, Any]:
@@ -307,7 +319,9 @@ def loaded(context: Context, spec: CaseSpec) -> LoadedCase:
     if known is not None and known[0] == spec:
         case: LoadedCase = known[1]
         return case
-    context.cache.clear()
+    if context.cache:
+        context.cache.clear()
+        garbage.collect()
     case = load_case(
         spec.address,
         dtype=spec.dtype,

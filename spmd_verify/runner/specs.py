@@ -11,6 +11,9 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from spmd_verify.certificate import Sensitivity
+from spmd_verify.planting.faults import Fault, Watched
+from spmd_verify.record import ExactInfo
 from spmd_verify.runner.failures import Failure
 
 _T = TypeVar("_T")
@@ -21,6 +24,7 @@ CELL_JOB = "spmd_verify.runner.jobs:run_cell"
 JUDGE_JOB = "spmd_verify.runner.jobs:judge_cell"
 EXAMINE_JOB = "spmd_verify.examine:examine_cell"
 LOCATE_JOB = "spmd_verify.runner.jobs:locate_operator"
+SURVEY_JOB = "spmd_verify.runner.survey:survey"
 
 
 class CaseSpec(msgspec.Struct, frozen=True):
@@ -51,6 +55,7 @@ class CaseReport(msgspec.Struct, frozen=True):
         discovered: What was found for every hook.
         environment: Versions and machine, for the record.
         meshes: What `mesh_NAME()` says, by style.
+        setups: Styles whose `setup_NAME` builds the optimizer.
     """
 
     path: str
@@ -59,6 +64,7 @@ class CaseReport(msgspec.Struct, frozen=True):
     discovered: dict[str, str]
     environment: dict[str, str]
     meshes: dict[str, dict[str, int]] = {}
+    setups: list[str] = []
 
 
 class ReferenceSpec(msgspec.Struct, frozen=True):
@@ -80,12 +86,18 @@ class ReferenceReport(msgspec.Struct, frozen=True):
 
     Attributes:
         notes: What a reader should know: runs dropped, float64 absent, islands.
+        is_sgd: Whether the case trains with `torch.optim.SGD` only.
+        is_stepped: Whether a step steps the optimizer that the case builds.
+        exact: What exact mode proved; None in other modes.
         remarks: What is said of this run only, such as that the cache was used.
         seconds: Wall time by part, see `stopwatch`.
         cpu_seconds: Processor time by part.
     """
 
     notes: list[str]
+    is_sgd: bool = False
+    is_stepped: bool = True
+    exact: ExactInfo | None = None
     remarks: list[str] = []
     seconds: dict[str, float] = {}
     cpu_seconds: dict[str, float] = {}
@@ -102,6 +114,7 @@ class CellSpec(msgspec.Struct, frozen=True):
         store_path: Where the reference is.
         is_lockstep: Whether one process holds all ranks.
         timeout_seconds: Time limit of the cell.
+        fault: Planted into the style, for certificates.
         dump_path: Folder to dump what ranks hold into; empty for none.
         last_step: The last step to run, -1 for the case's.
     """
@@ -113,6 +126,7 @@ class CellSpec(msgspec.Struct, frozen=True):
     store_path: str
     is_lockstep: bool
     timeout_seconds: float
+    fault: Fault | None = None
     dump_path: str = ""
     last_step: int = -1
 
@@ -143,6 +157,7 @@ class CellReport(msgspec.Struct, frozen=True):
         collectives: Collectives of one step by kind.
         captures: How often the step was captured.
         notes: What the report says besides, such as why an eval forward failed.
+        watched: What planting a fault saw.
         facts: What examinations ask of the style, such as its wrappers; plain values.
         seconds: Wall time by part, see `stopwatch`.
         cpu_seconds: Processor time by part.
@@ -153,6 +168,7 @@ class CellReport(msgspec.Struct, frozen=True):
     collectives: dict[str, int]
     captures: int
     notes: list[str]
+    watched: Watched | None = None
     facts: dict[str, Any] = {}
     seconds: dict[str, float] = {}
     cpu_seconds: dict[str, float] = {}
@@ -164,6 +180,22 @@ class JudgeRequest(msgspec.Struct, frozen=True):
     cell: CellSpec
     parts: list[bytes]
     seconds: float
+
+
+class Survey(msgspec.Struct, frozen=True):
+    """What a reference has to plant faults in.
+
+    Attributes:
+        parameters: Trainable ones that move in the first step.
+        buffers: Floating ones that it writes.
+        unmoved: Those of both that move by no more than their noise.
+        sensitivities: Of every gradient.
+    """
+
+    parameters: list[str]
+    buffers: list[str]
+    unmoved: list[str]
+    sensitivities: list[Sensitivity]
 
 
 class ExamineRequest(msgspec.Struct, frozen=True):

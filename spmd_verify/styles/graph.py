@@ -28,6 +28,7 @@ from spmd.lockstep import CaptureCache
 from spmd.session import CompiledStep
 from spmd_verify.case import LoadedCase
 from spmd_verify.errors import Unsupported
+from spmd_verify.garbage import collecting_later
 from spmd_verify.layouts import is_partial, reduce_op
 from spmd_verify.observe import observed
 from spmd_verify.single import labels
@@ -58,12 +59,14 @@ class GraphStyle:
         mode: `(case, context, mesh) -> ParallelMode`.
         transformation: Rewrites the local graph of the training step; for planted faults.
         runners: The runners that can run it.
+        may_divide: Whether it may divide by a number of ranks; see `base.Style`.
     """
 
     name: str
     mode: ModeFactory
     transformation: Transformation | None = None
     runners: frozenset[str] = frozenset({"processes", "lockstep"})
+    may_divide: bool = False
 
     def build(self, case: LoadedCase, context: StyleContext) -> GraphRun:
         """Build model, optimizer and compiled step.
@@ -131,6 +134,10 @@ class GraphRun:
         """Return the optimizers; the engine reads their groups at every call."""
         return optimizers_of(self.optimizer)
 
+    def parameter_groups(self) -> list[list[str]] | None:
+        """Return None: the optimizer is the case's own."""
+        return None
+
     def evaluate(self, batch: Any) -> Mapping[str, Observed] | None:
         """Run one eval forward, compiled under the same mode."""
         case = self.case
@@ -176,8 +183,14 @@ class GraphRun:
             else:
                 compiled = spmd.compile(parallel_mode=mode, batch="global")(step)
             compiled.shared = captures
-            compiled.capturing = partial(self.context.stopwatch, "capture")
+            compiled.capturing = self._capturing
             return compiled
+
+    @contextmanager
+    def _capturing(self) -> Iterator[None]:
+        """Return the context of a capture."""
+        with self.context.stopwatch("capture"), collecting_later():
+            yield
 
     def _mode(self, what: str) -> spmd.ParallelMode:
         """Return the style's mode; both builds of a cell use the same one."""
