@@ -215,13 +215,14 @@ class Task:
 
 def measure(tasks: Sequence[Task]) -> None:
     """Measure parts, those of one shape and dtype together; fills in `found`."""
-    groups: dict[tuple[torch.Size, torch.dtype], list[Task]] = {}
+    groups: dict[tuple[torch.Size, torch.dtype, torch.dtype], list[Task]] = {}
     for task in tasks:
         if _can_be_stacked(task):
-            groups.setdefault((task.local.shape, task.local.dtype), []).append(task)
+            kind = task.local.shape, task.local.dtype, task.exact.dtype
+            groups.setdefault(kind, []).append(task)
         else:
             task.found = task.alone()
-    for (shape, _), group in groups.items():
+    for (shape, _, _), group in groups.items():
         size = len(group) if shape.numel() <= LARGEST_STACKED else 1
         for start in range(0, len(group), size):
             _measure_stacked(group[start : start + size])
@@ -232,7 +233,6 @@ def _can_be_stacked(task: Task) -> bool:
     local, expected, exact = task.local, task.expected, task.exact
     return (
         local.dtype == expected.dtype
-        and exact.dtype == torch.float64
         and local.shape == expected.shape == exact.shape
         and can_be_stacked(local, expected, exact)
     )
@@ -245,7 +245,8 @@ def _measure_stacked(tasks: Sequence[Task]) -> None:
         stacked([value.detach() for value in values])
         for values in zip(*((t.local, t.expected, t.exact) for t in tasks), strict=True)
     )
-    difference = local.to(torch.float64) - exact
+    wide, exact = local.to(torch.float64), exact.to(torch.float64)
+    difference = wide - exact
     rows = shape[0] if shape else 1
     squares = difference.square().reshape(count, rows, -1).sum(2)
     power = exact.square().sum(1).tolist()
@@ -253,7 +254,7 @@ def _measure_stacked(tasks: Sequence[Task]) -> None:
     excess = [dot / p if p > 0.0 else 0.0 for dot, p in zip(dots, power, strict=True)]
     factors = torch.tensor(excess, dtype=torch.float64).unsqueeze(1)
     unfitted = (difference - factors * exact).square().sum(1).tolist()
-    gap = (local.to(torch.float64) - expected.to(torch.float64)).abs()
+    gap = (wide - expected.to(torch.float64)).abs()
     worst = gap.argmax(1)
     places = worst.unsqueeze(1)
     largest = gap.gather(1, places)[:, 0].tolist()
