@@ -160,31 +160,32 @@ def _compare_one(scene: _Scene, stage: str, name: str, observed: Observed) -> It
     entry = scene.store.entry(scene.step, stage, name)
     for layout, held in _reduced(observed, scene.mesh_shape):
         groups: dict[Region, list[tuple[Coordinate, Tensor]]] = {}
+        described = describe(layout)
         for coordinate, local in held:
+            part, problem = None, NO_SUCH_TENSOR
+            if entry is not None:
+                part, problem = _part_of(scene, entry, layout, local, coordinate)
+            if part is not None:
+                groups.setdefault(part, []).append((coordinate, local))
+                continue
+            has_signal = entry is None and bool(local.any())
+            if entry is None and not has_signal:
+                continue
             found = Statistics(
                 run=scene.run,
                 step=scene.step,
                 stage=stage,
                 name=name,
                 coordinates=[coordinate],
-                layout=describe(layout),
+                layout=described,
                 numel=local.numel(),
+                has_signal=has_signal,
+                problem=problem,
             )
-            if entry is None:
-                found.has_signal = bool(local.any())
-                found.problem = NO_SUCH_TENSOR
-                if found.has_signal:
-                    yield _Pending(found)
-                continue
-            part, found.problem = _part_of(scene, entry, layout, local, coordinate)
-            if part is None:
-                yield _Pending(found)
-            else:
-                groups.setdefault(part, []).append((coordinate, local))
-        if entry is None:
-            continue
-        for part, copies in groups.items():
-            yield from _compare_copies(scene, entry, part, copies, describe(layout))
+            yield _Pending(found)
+        if entry is not None:
+            for part, copies in groups.items():
+                yield from _compare_copies(scene, entry, part, copies, described)
 
 
 def _compare_copies(
@@ -251,7 +252,7 @@ _WHOLE: Final = _Whole()
 
 def _part_of(
     scene: _Scene, entry: Entry, layout: Any, local: Tensor, coordinate: Coordinate
-) -> tuple[Region | None, str | None]:
+) -> tuple[Region | None, str]:
     """Return where a local tensor lies in the global one, or why that cannot be said."""
     if layout is not None:
         if partial_axes(layout):
@@ -259,7 +260,7 @@ def _part_of(
         part = region(entry.shape, layout, scene.mesh_shape, coordinate)
         if part.shape != tuple(local.shape):
             return None, f"shape {list(local.shape)}, expected {list(part.shape)}"
-        return part, None
+        return part, ""
     fitting = fitting_parts(entry.shape, scene.mesh_shape, coordinate, local)
     if not fitting:
         return None, f"layout unknown: shape {list(local.shape)}, global {entry.shape}"
@@ -268,7 +269,7 @@ def _part_of(
         exact = scene.store.exact(scene.run, entry.step, entry.stage, entry.name, part)
         return float(deviation(local, exact).nan_to_num().square().sum())
 
-    return (fitting[0] if len(fitting) == 1 else min(fitting, key=distance)), None
+    return (fitting[0] if len(fitting) == 1 else min(fitting, key=distance)), ""
 
 
 def fitting_parts(

@@ -304,7 +304,7 @@ class _Judging:
         ratios = torch.where(errors > 0, errors / noise_rows, 0.0)
         row = int(ratios.argmax())
         loud = self.store.rows("undetermined", *key)
-        decided = merged.squares if loud is None else merged.squares[~loud]
+        decided = whole if loud is None else float(merged.squares[~loud].sum().sqrt())
         count = math.prod(entry.shape)
         reason = floor.reason
         if 2 * floor.undetermined_elements >= count > 0:
@@ -313,7 +313,7 @@ class _Judging:
                 f"elements: their gradients are zero within noise; a probe with SGD would decide"
             )
         return Fit(
-            error=float(decided.sum().sqrt()),
+            error=decided,
             noise=floor.noise,
             row=row,
             row_error=float(errors[row]),

@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -108,7 +108,7 @@ class Region:
 
     ranges: tuple[Ranges, ...]
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """Local sizes, in elements; zero is possible."""
         return tuple(_length(ranges) for ranges in self.ranges)

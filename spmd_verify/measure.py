@@ -29,7 +29,7 @@ from spmd_verify.norms import (
 )
 from spmd_verify.store import Entry
 from spmd_verify.trajectory import same_bits
-from spmd_verify.ulp import ulp_distance
+from spmd_verify.ulp import finite_ulp_distance, ulp_distance
 
 
 class Statistics(msgspec.Struct, kw_only=True):
@@ -261,7 +261,7 @@ def _measure_stacked(tasks: Sequence[Task]) -> None:
     actual = local.gather(1, places)[:, 0].tolist()
     wanted = expected.gather(1, places)[:, 0].tolist()
     differing = (gap != 0).sum(1).tolist()
-    ulps = ulp_distance(local, expected).amax(1).tolist()
+    ulps = finite_ulp_distance(local, expected).amax(1).tolist()
     signal = (local != 0).any(1).tolist()
     bits = local.view(torch.uint8).numpy()
     totals, packed, worst_at = squares.sum(1).tolist(), squares.numpy(), worst.tolist()

@@ -80,7 +80,7 @@ def merge(shape: Sequence[int], statistics: Sequence[Statistics]) -> Merged:
             merged.ranks.extend(entry.coordinates)
             merged.worst = merged.worst or (entry if entry.worst_index is not None else None)
         else:
-            parts.setdefault(_plain(entry.ranges), []).append(entry)
+            parts.setdefault(entry.ranges, []).append(entry)
     for copies in parts.values():
         _add_part(merged, shape, copies)
     merged.ranks.sort()
@@ -127,7 +127,7 @@ def _add_part(merged: Merged, shape: Sequence[int], copies: list[Statistics]) ->
     merged.fits.append((chosen.power, chosen.excess, chosen.unfitted))
     squares = unpacked(chosen.squares)
     if len(squares) == len(merged.squares) and (not shape or len(chosen.ranges[0]) == 1):
-        merged.squares += squares  # all rows, in order
+        merged.squares = merged.squares + squares if merged.fits[1:] else squares
     elif squares.numel():
         merged.squares.index_add_(0, _global_rows(chosen, shape), squares)
 
@@ -145,8 +145,3 @@ def _gap(entry: Statistics | None) -> float:
         return -1.0
     gap = abs(entry.actual - entry.expected)
     return math.inf if math.isnan(gap) else gap
-
-
-def _plain(ranges: Sequence[Sequence[Sequence[int]]]) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Return ranges as tuples whatever a message made of them."""
-    return tuple(tuple(tuple(pair) for pair in dim) for dim in ranges)

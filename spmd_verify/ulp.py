@@ -39,6 +39,13 @@ def ulp_distance(actual: Tensor, expected: Tensor) -> Tensor:
     return torch.where(actual.isnan() | expected.isnan(), largest, distance)
 
 
+def finite_ulp_distance(actual: Tensor, expected: Tensor) -> Tensor:
+    """Return `ulp_distance` of values none of which is NaN, with fewer calls."""
+    if actual.dtype == torch.float64:
+        return ulp_distance(actual, expected)
+    return (_ordered(actual) - _ordered(expected)).abs()  # 32 bits: nothing wraps around
+
+
 def _ordered(value: Tensor) -> Tensor:
     """Return integers that order like the values, int64 [...]."""
     kind = _INTEGER[value.dtype]
