@@ -73,7 +73,8 @@ class Examination:
         if found is None:
             wanted = self.wanted(first)
             best = first.ratio if first.ratio is not None else 0.0
-            names = list(dict.fromkeys([first.name, *affected(self.exhibit)]))
+            alike = words.names_of(self.exhibit.mismatches(first.stage))
+            names = list(dict.fromkeys([first.name, *alike, *affected(self.exhibit)]))
             found = self.last_resort(first) or cause(
                 "unexplained",
                 f"no known cause fits {words.listed(names)} on {self.mesh_text()}",

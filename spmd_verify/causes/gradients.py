@@ -42,7 +42,8 @@ def part_ranks(exhibit: Exhibit) -> list[int]:
 def unused(exhibit: Exhibit, row: Row) -> Cause | None:
     """`unused`: a gradient exists on some ranks only, or an unused parameter held others back."""
     held = exhibit.locals(row)
-    everyone = set(exhibit.dump.ranks)
+    parameter = exhibit.by_key.get(("free", row.step, "parameters", row.name))
+    everyone = set(exhibit.locals(parameter)) if parameter is not None else set(held)
     same_part = len(exhibit.regions(row)) <= 1
     without = sorted(exhibit.rank_of(at) for at in everyone - set(held))
     if held and without and same_part:
