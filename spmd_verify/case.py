@@ -20,7 +20,6 @@ from torch.utils import _pytree as pytree
 from spmd_verify import refusals
 from spmd_verify.address import Address, parse
 from spmd_verify.batches import (
-    TARGETS,
     BatchForm,
     BatchSource,
     batch_dim,

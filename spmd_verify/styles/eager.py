@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from spmd_verify.case import LoadedCase
+from spmd_verify.dtensor_layouts import is_distributed, is_wrapper, local_part
 from spmd_verify.errors import Unsupported
 from spmd_verify.layouts import describe, region
 from spmd_verify.naming import Names
@@ -25,7 +26,6 @@ from spmd_verify.seeding import seed_all
 from spmd_verify.single import labels
 from spmd_verify.styles.base import Observation, Observed, StyleContext
 from spmd_verify.styles.inference import Ambiguous, infer
-from spmd_verify.styles.local_parts import is_distributed, is_wrapper, local_part
 from spmd_verify.trajectory import flatten, optimizers_of, parameter_groups
 
 # A second tensor of one name on this rank, see `observe.Observer`.
