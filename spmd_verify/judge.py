@@ -331,11 +331,25 @@ class _Judging:
         norm = exact_norm(self.store.exact(*key)) if known else 0.0
         evidence = Evidence(entry, merged, floor.noise, norm, self.axes, row.ranks)
         row.cause = find_cause(evidence)
+        if known and entry.stage in ("gradients", "clipping"):
+            is_measured = norm > 0.0 and not merged.problems and not merged.non_finite
+            row.unknown["share"] = evidence.error / norm if is_measured else math.inf
+            row.unknown["update"] = self.update_norm(entry)
         if merged.copies_differ:
             row.unknown["copies_differ"] = True
         if merged.problems:
             row.unknown["problem"] = merged.problems[0]
         return row
+
+    def update_norm(self, entry: Entry) -> float:
+        """Return the norm of one device's update of the parameter that a gradient is of."""
+        before = ("initial_state", 0) if entry.step == 0 else ("parameters", entry.step - 1)
+        if self.store.entry(before[1], before[0], entry.name) is None:
+            return 0.0
+        if self.store.entry(entry.step, "parameters", entry.name) is None:
+            return 0.0
+        old = self.store.expected(before[1], before[0], entry.name)
+        return exact_norm(self.store.expected(entry.step, "parameters", entry.name) - old)
 
     def reduce_losses(self, entry: Entry, run: str, merged: Merged) -> None:
         """Replace per-rank losses by their mean or sum where that is right, in place.

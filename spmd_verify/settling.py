@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Final
 
 from spmd_verify.record import Row
-from spmd_verify.verdict import Verdict
+from spmd_verify.verdict import LIMITS, Verdict
 
+# A wrong update is visible from this many times the noise of the parameter: twice the largest
+# limit c, and four for updates that are less than proportional to the gradient.
+VISIBLE: Final = 8.0 * max(LIMITS.values())
 # Stages that localise a fault and never make one alone.
 _LOCALISING: Final = ("inputs", "module_outputs")
 
@@ -29,42 +32,53 @@ def settle(rows: list[Row]) -> None:
 
 
 def _settle_gradients(rows: list[Row]) -> None:
-    """Let a gradient be no mismatch where everything computed from it is right, in place.
+    """Let a gradient be no mismatch where it is not what the optimizer used, in place.
 
     A style may leave gradients of parts it does not own unreduced, or reduce them elsewhere.
-    What the optimizer did with them shows: state and parameter, and the norm that clips.
+    Had the optimizer used such a gradient, the parameter would differ visibly (`would_show`);
+    where state and parameter are right all the same, it used another one. A fault too small to
+    show in the parameter stays what it is.
     """
     wrong = {
         (row.step, _owner(row)) for row in rows if row.verdict == Verdict.MISMATCH
         and row.stage in ("optimizer_state", "parameters")
     }  # fmt: skip
     right = {
-        (row.step, row.name)
+        (row.step, row.name): row
         for row in rows
         if row.stage == "parameters" and row.verdict in (Verdict.EXACT, Verdict.ROUNDING)
     }
-    norms = {
-        row.step
-        for row in rows
-        if row.stage == "clipping"
+    norms = any(
+        row.stage == "clipping"
         and row.name in ("total_norm", "clip_factor")
         and row.verdict == Verdict.MISMATCH
-    }
+        for row in rows
+    )
     steps = {step for step, _ in right}
     for row in rows:
-        if row.stage not in ("gradients", "clipping") or row.verdict != Verdict.MISMATCH:
+        is_gradient = row.stage in ("gradients", "clipping")
+        if not is_gradient or row.verdict != Verdict.MISMATCH or norms:
             continue
         later = [step for step in steps if step >= row.step]
-        is_right = all(
-            (step, row.name) in right and (step, row.name) not in wrong for step in later
-        )
-        if is_right and later and not norms:
+        is_right = all((step, row.name) in right.keys() - wrong for step in later)
+        if is_right and later and would_show(row, right.get((row.step, row.name))):
             row.verdict, row.cause = Verdict.UNDETERMINED, None
             row.unknown["reason"] = (
                 "it differs as read before the step, but state and parameter computed from it are "
                 "right: it is not what the optimizer used, or the optimizer hides it; a probe with "
                 "SGD decides"
             )
+
+
+def would_show(row: Row, parameter: Row | None) -> bool:
+    """Say whether the parameter would differ visibly, had the optimizer used this gradient.
+
+    By proportion: an update as wrong as the gradient is, against the noise of the parameter.
+    """
+    if parameter is None:
+        return False
+    expected = float(row.unknown.get("share", 0.0)) * float(row.unknown.get("update", 0.0))
+    return expected > VISIBLE * (parameter.noise or 0.0) and expected > 0.0
 
 
 def _owner(row: Row) -> str:

@@ -7,7 +7,7 @@ are global.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -26,11 +26,14 @@ class Observed:
         local: The local tensors held here, one per coordinate.
         layout: One placement per mesh axis (see `layouts`), or None where none is declared.
         coordinates: The position on the mesh of the rank that each local tensor belongs to.
+        write: Where `local` is not the live tensor: writes a global value into the live one,
+            False where it cannot.
     """
 
     local: list[Tensor]
     layout: Any
     coordinates: list[tuple[int, ...]]
+    write: Callable[[Tensor], bool] | None = None
 
 
 Observation = Mapping[str, Mapping[str, Observed]]

@@ -128,12 +128,13 @@ class Drive:
         self._step(anchored, 0, "anchored")
         for index in range(1, self.steps):
             unknown = anchor(anchored, self.store, index, self.mesh_shape)
-            if unknown:
+            if self.context.any_rank(bool(unknown)):
                 self.is_anchored = False
-                self.notes.append(
-                    f"no anchored run: nobody says which part of {', '.join(unknown[:3])} a rank "
-                    f"holds, so it cannot be restored; the free run decides alone"
-                )
+                if unknown:
+                    self.notes.append(
+                        f"no anchored run: nobody says which part of {', '.join(unknown[:3])} a "
+                        f"rank holds, so it cannot be restored; the free run decides alone"
+                    )
                 return
             self._compare("anchored", index, self._step(anchored, index, "anchored"))
             self._compare_carried(anchored, index)
@@ -218,7 +219,12 @@ def anchor(run: StyleRun, store: Store, index: int, mesh_shape: tuple[int, ...])
         for name, seen in tensors.items():
             if store.entry(index - 1, stage, name) is None:
                 continue
-            if not _write(seen, store, (index - 1, stage, name), mesh_shape):
+            key = (index - 1, stage, name)
+            if seen.write is not None:
+                is_written = seen.write(store.expected(*key))
+            else:
+                is_written = _write(seen, store, key, mesh_shape)
+            if not is_written:
                 unknown.append(name)
     optimizers = run.optimizers()
     if optimizers:

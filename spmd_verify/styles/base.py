@@ -48,6 +48,16 @@ class StyleContext:
             self.cell[key] = make()
         return self.cell[key]
 
+    def any_rank(self, flag: bool) -> bool:
+        """Say whether something is so on any rank. Collective; what ranks do next depends on it."""
+        import torch.distributed as dist
+
+        if self.is_lockstep or not dist.is_initialized() or dist.get_world_size() == 1:
+            return flag
+        said = torch.tensor([float(flag)], device=self.device)
+        dist.all_reduce(said, op=dist.ReduceOp.MAX)
+        return bool(said)
+
     def device_mesh(self) -> Any:
         """Return the torch DeviceMesh of the running process group."""
         from torch.distributed.device_mesh import init_device_mesh

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Protocol
 
 import torch
@@ -25,9 +26,14 @@ from spmd_verify.parts import WHOLE, rank_part
 from spmd_verify.seeding import seed_all
 from spmd_verify.single import labels
 from spmd_verify.styles.base import Observation, Observed, StyleContext
+from spmd_verify.styles.gathering import Places, gathered, places
 from spmd_verify.styles.inference import Ambiguous, infer
 from spmd_verify.trajectory import flatten, optimizers_of, parameter_groups
 
+# Stages whose tensors `gather_NAME` is asked about.
+GATHERED_STAGES: Final = frozenset(
+    {"gradients", "clipping", "parameters", "buffers", "optimizer_state"}
+)
 # A second tensor of one name on this rank, see `observe.Observer`.
 _COPY: Final = re.compile(r"@\d+$")
 
@@ -63,6 +69,15 @@ class Recipe(Protocol):
 
     def layout(self, case: LoadedCase, name: str, axes: Mapping[str, int]) -> Any:
         """Return the declared layout of a plain parameter, None where none is declared."""
+        ...
+
+    @property
+    def has_gather(self) -> bool:
+        """Say whether the style puts plain tensors together itself."""
+        ...
+
+    def gather(self, case: LoadedCase, name: str, parts: list[Tensor]) -> Tensor | None:
+        """Return the global tensor of what the ranks hold, in rank order; None if it does not."""
         ...
 
     def checked_part(self, path: str, size: int, axis: str, ranks: int) -> None:
@@ -129,6 +144,8 @@ class EagerRun:
         self.names = Names(model)
         self.argument_names = positional_names(model)
         self.is_entered = True
+        self._local_shapes: dict[str, tuple[int, ...]] = {}
+        self._places: dict[tuple[str, tuple[int, ...]], Places | None] = {}
         self.extra_notes: list[str] = []
         whole = {
             name: tensors[0].detach().clone()
@@ -260,6 +277,10 @@ class EagerRun:
         for named in (self.names.parameters(self.model), self.names.buffers(self.model)):
             for name, tensors in named.items():
                 declared = self.recipe.layout(self.case, name, self.axes)
+                is_gathered = self.recipe.has_gather and not is_distributed(tensors[0])
+                self._local_shapes[name] = tuple(tensors[0].shape)
+                if is_gathered and self._local_shapes[name] != self.shapes[name]:
+                    continue
                 if declared is not None:
                     found[name] = (declared, False)
                 elif not is_distributed(tensors[0]):
@@ -291,6 +312,9 @@ class EagerRun:
         Gradients and state follow their parameter where they have its local shape; numbers,
         such as a step counter, are whole; of state of other shapes nobody says what it is.
         """
+        gathered = self._gathered(stage, name, values)
+        if gathered is not None:
+            return gathered
         local, layout = local_part(values[0], self.mesh, self.axes)
         locals_ = [local, *(local_part(value, self.mesh, self.axes)[0] for value in values[1:])]
         if layout is None and stage in ("gradients", "clipping", "parameters", "buffers"):
@@ -300,6 +324,34 @@ class EagerRun:
             if layout is None and not local.ndim:
                 layout = (WHOLE,) * len(self.axes)
         return Observed(locals_, layout, [self.coordinate] * len(locals_))
+
+    def _gathered(self, stage: str, name: str, values: list[Tensor]) -> Observed | None:
+        """Return the global tensor that `gather_NAME` makes of what the ranks hold. Collective."""
+        key = (name, tuple(values[0].shape))
+        if stage not in GATHERED_STAGES or not self.recipe.has_gather or len(values) > 1:
+            return None
+        if name not in self.shapes or is_distributed(values[0]):
+            return None
+        shape = tuple(values[0].shape)
+        if shape == self.shapes[name] or shape != self._local_shapes.get(name):
+            return None  # whole, so that every rank's copy is compared; or state of another shape
+        gather = partial(self.recipe.gather, self.case)
+        value = gathered(gather, name, values[0])
+        if value is None or tuple(value.shape) != self.shapes[name]:
+            return None
+        if key not in self._places:
+            self._places[key] = places(gather, name, values[0], value)
+        place = self._places[key]
+
+        def write(whole: Tensor) -> bool:
+            if place is None:
+                return False
+            flat = values[0].reshape(-1).clone()
+            flat[place[0]] = whole.reshape(-1)[place[1]].to(flat.dtype)
+            values[0].copy_(flat.reshape(values[0].shape))
+            return True
+
+        return Observed([value], (WHOLE,) * len(self.axes), [self.coordinate], write)
 
     def _plain_layout(self, name: str, local: Tensor) -> Any:
         """Return the layout of a plain tensor that belongs to a parameter or buffer."""

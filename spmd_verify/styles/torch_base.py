@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from spmd_verify.case import LoadedCase
 from spmd_verify.errors import Unsupported
@@ -61,6 +61,20 @@ class TorchRecipe:
 
     def layout(self, case: LoadedCase, name: str, axes: Mapping[str, int]) -> Any:  # noqa: ARG002
         """Return None: torch's DTensors say themselves, plain tensors are whole."""
+        return None
+
+    @property
+    def has_gather(self) -> bool:
+        """Say no: DTensors carry placements."""
+        return False
+
+    def gather(
+        self,
+        case: LoadedCase,  # noqa: ARG002 - for styles that use it
+        name: str,  # noqa: ARG002 - as above
+        parts: list[Tensor],  # noqa: ARG002 - as above
+    ) -> Tensor | None:
+        """Return None."""
         return None
 
     def checked_part(self, path: str, size: int, axis: str, ranks: int) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from spmd_verify.case import LoadedCase
 from spmd_verify.errors import CaseError
@@ -104,6 +104,17 @@ class UserRecipe:
             f"axis in mesh order, or {{axis: placement}}",
             slug="layout-hook",
         )
+
+    @property
+    def has_gather(self) -> bool:
+        """Say whether the file has `gather_NAME`."""
+        return self.hooks.gather is not None
+
+    def gather(self, case: LoadedCase, name: str, parts: list[Tensor]) -> Tensor | None:
+        """Call `gather_NAME(name, local_tensors)`."""
+        assert self.hooks.gather is not None, "has_gather says so"
+        with UserCode(f"gather_{self.name}()", path=case.path, slug="hook-raised"):
+            return self.hooks.gather(name, parts)
 
     def checked_part(self, path: str, size: int, axis: str, ranks: int) -> None:
         """Refuse only what leaves a rank without samples: how parts are weighed is judged."""
