@@ -33,7 +33,7 @@ test-fast:  ## tests without the slow ones and without real ranks
 table:  ## examples and Hugging Face types under the engine's styles; goes on where it was stopped
 	PYTHONPATH=. $(PYTHON) reports/table.py
 
-faults:  ## the verdict and cause of every file in tests/faults; hours
+faults:  ## the fault bench: every broken style and its corrected twin
 	PYTHONPATH=. $(PYTHON) reports/faults.py
 
 costs:  ## milliseconds per graph node of capture and partition, on a quiet machine

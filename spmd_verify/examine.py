@@ -5,6 +5,7 @@ Works on a dump of one more run of the cell (docs/design.md 3.7).
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Final
 
 import torch
@@ -62,6 +63,9 @@ class Examination:
         """Return the cell with its cause, and which experiment would tell more."""
         first = self.settled()
         if first is None:
+            self.cell.first_divergence = self.cell.cause = None
+            self.cell.verdict = str(Verdict.ROUNDING)
+            self.count()
             return ExamineReport(encode(self.cell))
         found = self.reported_value(first) or causes.find(self.exhibit, first)
         found = per_rank.relabel(self.exhibit, self.cell, first, found)
@@ -82,7 +86,16 @@ class Examination:
             step=first.step, stage=first.stage, tensor=first.name
         )
         mark_downstream(self.cell.tensors, first)
+        if found.kind == "reported_value":
+            # A reporting fault is no training fault: the row fails, the cell does not.
+            self.cell.verdict = str(Verdict.ROUNDING)
+        self.count()
         return ExamineReport(encode(self.cell), wanted)
+
+    def count(self) -> None:
+        """Count the rows by verdict again, in place."""
+        found = Counter(str(row.verdict) for row in self.cell.tensors)
+        self.cell.counts = {str(word): found[word] for word in Verdict if found[word]}
 
     def settled(self) -> Row | None:
         """Explain module outputs and inputs, and return what differs first then."""
