@@ -118,8 +118,9 @@ def render(results: list[dict[str, Any]]) -> str:
         right = sum(not set(words) & set(style["wrong"]) for style in faults)
         return f"{right} of {len(faults)} ({right / max(len(faults), 1):.1%})"
 
-    due = [style.get("due", {}).get("kind") or [] for style in faults]
-    kinds = Counter(kind for named in due for kind in named[:1])
+    kinds = Counter(
+        kind for style in faults for kind in (style.get("due", {}).get("kind") or [])[:1]
+    )
     lines = [
         "# Fault bench",
         "",
@@ -179,8 +180,8 @@ def main() -> int:
             print(f"{path.stem}: {result['error']}", flush=True)
     results = []
     for path in files:
-        kept = sorted(FOLDER.glob(f"{path.stem}-*.json"))
-        results += [json.loads(each.read_text()) for each in kept]
+        for kept in sorted(FOLDER.glob(f"{path.stem}-*.json")):
+            results.append(json.loads(kept.read_text()))
     (ROOT / "reports" / "faults.md").write_text(render(results))
     bad = [s for r in results for s in r["styles"] if s["wrong"]]
     return 1 if bad or any(r.get("error") for r in results) else 0

@@ -8,13 +8,27 @@ torch/autograd/__init__.py): every public way in is a call that the mode would h
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
+
+# Called with the tensor whose backward is about to run, where a mode runs it.
+_watchers: list[Callable[[Tensor], None]] = []
+
+
+@contextmanager
+def watching(watcher: Callable[[Tensor], None]) -> Iterator[None]:
+    """Tell a function of every backward that a mode runs, before it runs."""
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)
 
 
 def backward_inside(
@@ -26,6 +40,8 @@ def backward_inside(
     create_graph = bool(given.get("create_graph", False))
     retain_graph = given.get("retain_graph")
     inputs = given.get("inputs") or ()
+    for watcher in _watchers:
+        watcher(args[0])
     with mode:
         tensors = (args[0],)
         gradients = torch.autograd._make_grads(tensors, (given.get("gradient"),), False)

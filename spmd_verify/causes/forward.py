@@ -301,7 +301,10 @@ def additive_loss(exhibit: Exhibit, row: Row) -> Cause | None:
         return None
     values = [float(local.reshape(-1)[0]) for local in held.values()]
     tolerance = 4.0 * exhibit.tolerance(row)
-    for excess in {values[0] - whole, math.fsum(values) / len(values) - whole}:
+    excesses = [math.fsum(values) / len(values) - whole]
+    if max(values) - min(values) > tolerance:
+        excesses.append(values[0] - whole)
+    for excess in excesses:
         for axis in exhibit.wide_axes:
             size = exhibit.axes[axis]
             if abs(excess - math.log(size)) <= tolerance:
@@ -370,6 +373,8 @@ def rows_found(exhibit: Exhibit, row: Row) -> bool:
     if not parts or wholes[0].ndim == 0:
         return False
     tolerance = 4.0 * max(exhibit.tolerance(r) for r in calls)
+    callers = {at for held in exhibit.called(row.stage, base) for at in held}
+    is_everywhere = len(callers) == len(exhibit.dump.ranks)
     for dim in range(wholes[0].ndim):
         shapes = {_without(value.shape, dim) for value in [*wholes, *parts]}
         if len(shapes) > 1 or len({value.ndim for value in [*wholes, *parts]}) > 1:
@@ -378,12 +383,11 @@ def rows_found(exhibit: Exhibit, row: Row) -> bool:
                                   for v in values]) for values in (wholes, parts))  # fmt: skip
         if max(len(right), len(left)) > MOST_SLICES:
             continue
-        # Both ways: a slice that no rank has is as wrong as one that nobody should have.
         near = torch.cdist(left, right)
-        if (
-            max(float(near.min(dim=1).values.max()), float(near.min(dim=0).values.max()))
-            <= tolerance
-        ):
+        is_known = float(near.min(dim=1).values.max()) <= tolerance
+        # A slice that no rank has is wrong too, unless some ranks did not call the module.
+        is_covered = float(near.min(dim=0).values.max()) <= tolerance or not is_everywhere
+        if is_known and is_covered:
             return True
     return False
 

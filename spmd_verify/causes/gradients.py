@@ -97,7 +97,7 @@ def tied(exhibit: Exhibit, row: Row) -> Cause | None:
 def stale(exhibit: Exhibit, row: Row) -> Cause | None:
     """`stale`: the gradient is the previous step's, or still holds it."""
     found, whole = exhibit.assembled(row), exhibit.reference(row)
-    if found is None or row.step == 0:
+    if found is None or row.step == 0 or exhibit.copies_differ(row):
         return None
     if exhibit.store.entry(row.step - 1, row.stage, row.name) is None:
         return None
@@ -129,6 +129,8 @@ def factor_of(exhibit: Exhibit, row: Row) -> tuple[float, float] | None:
     tolerance = exhibit.tolerance(row)
     if float((found - k * whole).norm()) > tolerance * max(1.0, abs(k)):
         return None
+    if abs(k - 1.0) * math.sqrt(power) <= tolerance:
+        return None  # it is right
     return k, max(4.0 * tolerance / math.sqrt(power), 1e-9)
 
 

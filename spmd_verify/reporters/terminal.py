@@ -80,13 +80,7 @@ def _cell_line(cell: Cell) -> list[str]:
 def _needs_words(cell: Cell, record: Record) -> bool:
     """Say whether a cell gets a paragraph below the table."""
     strict = bool(record.settings.get("strict"))
-    is_shown = cell.verdict in ("error", "unsupported", "undetermined")
-    return is_shown or fails(cell, strict=strict) or _reports_wrongly(cell)
-
-
-def _reports_wrongly(cell: Cell) -> bool:
-    """Say whether a cell passes although a row differs: a loss or norm is reported wrongly."""
-    return cell.verdict not in ("mismatch", "semantic") and bool(cell.counts.get("mismatch"))
+    return fails(cell, strict=strict) or cell.verdict in ("error", "unsupported", "undetermined")
 
 
 def _failure(cell: Cell) -> str:
@@ -175,8 +169,8 @@ def _summary(record: Record) -> str:
     strict = bool(record.settings.get("strict"))
     failed = [cell for cell in judged if fails(cell, strict=strict)]
     lines = [f"{len(failed)} of {len(judged)} cells fail{_others(record.cells, judged)}"]
-    right = [cell for cell in judged if not _reports_wrongly(cell)]
-    shares = [(share, cell) for cell in right if (share := _share(cell)) is not None]
+    measured = [cell for cell in judged if not cell.counts.get("mismatch")]
+    shares = [(share, cell) for cell in measured if (share := _share(cell)) is not None]
     if not failed and shares:
         share, cell = max(shares, key=lambda pair: pair[0])
         assert cell.worst is not None
@@ -192,8 +186,9 @@ def _summary(record: Record) -> str:
         )
     lines += [
         f"warning: {cell.id} reports another value than it trains with; --strict fails for it"
+        + (f": {cell.cause.text}" if cell.cause else "")
         for cell in judged
-        if _reports_wrongly(cell)
+        if cell.verdict not in ("mismatch", "semantic") and cell.counts.get("mismatch")
     ]
     lines += [
         f"note: {cell.id}: {cell.message}" for cell in judged if cell.message and cell not in failed
