@@ -20,12 +20,12 @@ from torch.utils import _pytree as pytree
 from spmd_verify import refusals
 from spmd_verify.address import Address, parse
 from spmd_verify.batches import (
-    TARGETS,
     BatchForm,
     BatchSource,
     batch_dim,
     cast_floating,
     declared_dims,
+    first_size,
     leaf_paths,
 )
 from spmd_verify.default_loss import PROJECTION_NOTE, default_loss, own_loss
@@ -208,7 +208,7 @@ class LoadedCase:
         dims: dict[str, int | None] = {
             path: batch_dim(declared[path]) for path in tensors if path in declared
         }
-        size = _first_size(tensors, dims)
+        size = first_size(tensors, dims)
         return {
             path: dims.get(path, 0 if leaf.ndim and leaf.shape[0] == size else None)
             for path, leaf in tensors.items()
@@ -440,14 +440,3 @@ def _kind(overrides: Mapping[str, str]) -> type[LoadedCase]:
     from spmd_verify.exact_case import ExactCase  # a kind of LoadedCase
 
     return ExactCase
-
-
-def _first_size(tensors: dict[str, Tensor], dims: dict[str, int | None]) -> int | None:
-    """Return the batch size: along the first declared dim, else dim 0 of the first tensor."""
-    for path, dim in dims.items():
-        if dim is not None:
-            return int(tensors[path].shape[dim])
-    undeclared = [leaf for path, leaf in tensors.items() if leaf.ndim and path not in dims]
-    inputs = [leaf for path, leaf in tensors.items() if leaf.ndim and not path.startswith(TARGETS)]
-    first = (undeclared or inputs)[:1]
-    return int(first[0].shape[0]) if first else None
