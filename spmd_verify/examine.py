@@ -216,8 +216,34 @@ class Examination:
         case = self.exhibit.case
         return [str(case.batch_size_of(part)) for part in self.exhibit.part_batches.values()]
 
+    def padded(self, first: Row) -> Cause | None:
+        """`uneven`: the ranks hold more of a dim together than there is: padding takes part."""
+        exhibit = self.exhibit
+        for row in exhibit.stage_rows("module_outputs"):
+            if row.name == first.name:
+                break
+            held = list(exhibit.locals(row).values())
+            if not held or any(local.ndim != len(row.shape) for local in held):
+                continue
+            for dim, size in enumerate(row.shape):
+                total = sum(local.shape[dim] for local in held)
+                others = {(*local.shape[:dim], *local.shape[dim + 1 :]) for local in held}
+                is_padded = size < total < size + len(held)
+                if is_padded and others == {(*row.shape[:dim], *row.shape[dim + 1 :])}:
+                    text = (
+                        f"{row.name}: the ranks of {self.mesh_text()} hold {total} slices of dim "
+                        f"{dim} together, one device has {size}: padding takes part in what is "
+                        f"computed from it"
+                    )
+                    names = list(dict.fromkeys([row.name, first.name, *affected(exhibit)]))
+                    return cause("uneven", text, tensors=names, ranks=first.ranks)
+        return None
+
     def last_resort(self, first: Row) -> Cause | None:
-        """`uneven`: right where the batch divides."""
+        """`uneven`: right where the batch divides, or padding that takes part."""
+        found = self.padded(first)
+        if found is not None:
+            return found
         if self.exhibit.experiments.get("divisible"):
             size = self.exhibit.case.batch_size
             sizes = ", ".join(f"{a}={n}" for a, n in self.exhibit.axes.items())
