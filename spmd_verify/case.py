@@ -59,7 +59,7 @@ DTYPES: Final[dict[str, torch.dtype]] = {
 # Large enough to move every parameter visibly, small enough for a few steps of anything.
 PROBE_LEARNING_RATE: Final = 1e-2
 # Overrides that change how a case is run, not what it is.
-SETTINGS: Final = frozenset({"optimizer", "random", "rows"})
+SETTINGS: Final = frozenset({"inputs", "optimizer", "random", "rows"})
 _REFUSED_OPTIMIZERS: Final = ("LBFGS", "SparseAdam")
 
 
@@ -408,7 +408,8 @@ def load_case(
         dtype: A key of `DTYPES`.
         seed: The base seed; also set before the file is executed.
         steps: Training steps per run.
-        overrides: `optimizer=sgd`, and for `hf:` addresses fields of the configuration.
+        overrides: `optimizer=sgd`, `inputs=adversarial`, and for `hf:` addresses fields of the
+            configuration.
 
     Raises:
         CaseError: with the smallest fix.
@@ -425,7 +426,11 @@ def load_case(
         module = import_case_module(parsed)
         hooks, digest = discover(module, parsed), source_hash(parsed, module)
     settings = CaseSettings(DTYPES[dtype], seed, steps, given)
-    case = LoadedCase(parsed, hooks, settings, digest)
+    kind = LoadedCase
+    if given.get("inputs", "").startswith("adversarial"):
+        from spmd_verify.adversarial_case import AdversarialCase as kind  # builds on this module
+
+    case = kind(parsed, hooks, settings, digest)
     if hooks.inputs is None:
         taken = [str(entry) for entry in case.forward_parameters.values()]
         raise refusals.no_inputs(address, taken)

@@ -14,6 +14,8 @@ import msgspec
 import torch
 
 from spmd_verify import noise, styles
+from spmd_verify.adversarial_case import AdversarialCase
+from spmd_verify.adversarial_search import with_even_size, with_uneven_size
 from spmd_verify.case import LoadedCase, load_case
 from spmd_verify.compare import Statistics
 from spmd_verify.judge import Judgement, judge
@@ -51,6 +53,7 @@ def describe_case(context: Context, payload: bytes) -> bytes:
     """
     case = loaded(context, decode(payload, CaseSpec))
     case.batch(0)
+    even, uneven = _decided(case)
     environment = {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -68,8 +71,18 @@ def describe_case(context: Context, payload: bytes) -> bytes:
             meshes={
                 name: mesh for name in case.user_styles if (mesh := mesh_of(case, name)) is not None
             },
+            overrides=even,
+            engine_overrides=uneven,
         )
     )
+
+
+def _decided(case: LoadedCase) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the overrides that spare other processes the search for adversarial changes."""
+    if not isinstance(case, AdversarialCase):
+        return {}, {}
+    even, uneven = with_even_size(case), with_uneven_size(case)
+    return {"inputs": even.override()}, {"inputs": uneven.override()}
 
 
 @job
@@ -95,7 +108,8 @@ def write_reference(context: Context, payload: bytes) -> bytes:
         dtype=spec.case.dtype,
         trainable=[name for name, tensor in parameters.items() if tensor.requires_grad],
     )
-    return encode(ReferenceReport(notes=_reference_notes(reference, measured)))
+    notes = case.changes.notes if isinstance(case, AdversarialCase) else ()
+    return encode(ReferenceReport(notes=[*notes, *_reference_notes(reference, measured)]))
 
 
 def _reference_notes(reference: Any, measured: noise.Noise) -> list[str]:

@@ -51,6 +51,8 @@ class CaseReport(msgspec.Struct, frozen=True):
         discovered: What was found for every hook.
         environment: Versions and machine, for the record.
         meshes: What `mesh_NAME()` says, by style.
+        overrides: What loading decided: put over the case's overrides from now on.
+        engine_overrides: The same where only the engine's styles run.
     """
 
     path: str
@@ -59,6 +61,8 @@ class CaseReport(msgspec.Struct, frozen=True):
     discovered: dict[str, str]
     environment: dict[str, str]
     meshes: dict[str, dict[str, int]] = {}
+    overrides: dict[str, str] = {}
+    engine_overrides: dict[str, str] = {}
 
 
 class ReferenceSpec(msgspec.Struct, frozen=True):
