@@ -42,6 +42,7 @@ class AdversarialCase(LoadedCase):
         if self._changes is None:
             self._changes = Changes()
             self._changes = found(self)
+            self.overrides.update(self._changes.overrides())
         return self._changes
 
     def under(self, changes: Changes) -> AdversarialCase:

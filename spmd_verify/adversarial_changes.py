@@ -42,6 +42,7 @@ class Changes:
         labels: Integer leaves, each with the value that makes a loss ignore a label.
         has_empty_part: Whether the second half of the batch has no label in one step.
         parameters: Parameters that are moved from their constant.
+        can_evaluate: Whether an eval forward may run between steps.
         notes: What was changed and what was not, one line each.
     """
 
@@ -53,11 +54,13 @@ class Changes:
     labels: tuple[tuple[str, int], ...] = ()
     has_empty_part: bool = False
     parameters: tuple[str, ...] = ()
+    can_evaluate: bool = False
     notes: tuple[str, ...] = ()
 
-    def override(self) -> str:
-        """Return the value of the override `inputs` that stands for these changes."""
-        return f"{OVERRIDE}:{json.dumps(asdict(self))}"
+    def overrides(self) -> dict[str, str]:
+        """Return the overrides that stand for these changes."""
+        between = {"between": "eval"} if self.can_evaluate else {}
+        return {"inputs": f"{OVERRIDE}:{json.dumps(asdict(self))}", **between}
 
 
 def decided(override: str) -> Changes | None:

@@ -20,6 +20,7 @@ from spmd_verify.adversarial_changes import Changes, is_constant
 from spmd_verify.batches import TARGETS, cast_floating
 from spmd_verify.model_build import cast_module
 from spmd_verify.seeding import RandomState
+from spmd_verify.single import eval_outputs
 from spmd_verify.user_code import one_line
 
 if TYPE_CHECKING:
@@ -134,6 +135,8 @@ class Search:
         self._samples()
         self._labels()
         self._parameters()
+        why = self.take(can_evaluate=True)
+        self._say("evaluation: an eval forward between steps", why)
         return replace(self.changes, notes=tuple(f"adversarial: {note}" for note in self.notes))
 
     def tried(self, changes: Changes) -> Outcome:
@@ -157,6 +160,8 @@ class Search:
                 if wrong:
                     return Outcome(f"{wrong} in step {step}")
                 signal |= {name for name, largest in gradients.items() if largest > 0}
+                if changes.can_evaluate:
+                    eval_outputs(twin, model)
         except Exception as error:  # noqa: BLE001 - user code on what nobody tried
             return Outcome(one_line(error))
         lost = self.known.signal - signal

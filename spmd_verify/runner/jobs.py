@@ -82,7 +82,7 @@ def _decided(case: LoadedCase) -> tuple[dict[str, str], dict[str, str]]:
     if not isinstance(case, AdversarialCase):
         return {}, {}
     even, uneven = with_even_size(case), with_uneven_size(case)
-    return {"inputs": even.override()}, {"inputs": uneven.override()}
+    return even.overrides(), uneven.overrides()
 
 
 @job
