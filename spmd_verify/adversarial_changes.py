@@ -134,7 +134,7 @@ def ignored_labels(shape: tuple[int, ...], step: int, *, has_empty_part: bool) -
         return torch.zeros(shape, dtype=torch.bool)
     whole = 4 * (size - 1)  # shares are multiples of 1 / whole, from 1/4 to 3/4
     shares = (size - 1 + 2 * torch.arange(size)).repeat_interleave(each)
-    summed = shares.cumsum(0) + step * (whole // 3)
+    summed = shares.cumsum(0)
     mask = (summed // whole > (summed - shares) // whole).reshape(shape)
     if has_empty_part and step == _EMPTY_STEP:
         mask[size - size // 2 :] = True

@@ -44,13 +44,11 @@ class LossCall:
 
     Attributes:
         ignore_index: The label it leaves out.
-        total: Labels it was given.
         ignored: Labels among them that it left out.
         values: The labels it did not leave out, each once.
     """
 
     ignore_index: int
-    total: int
     ignored: int
     values: frozenset[int]
 
@@ -94,7 +92,7 @@ class _LossCalls(TorchDispatchMode):
             kept = target[target != ignore_index]
             values = frozenset(kept.unique().tolist())
             ignored = target.numel() - kept.numel()
-            self.calls.append(LossCall(ignore_index, target.numel(), ignored, values))
+            self.calls.append(LossCall(ignore_index, ignored, values))
         return func(*args, **(kwargs or {}))
 
 
@@ -231,15 +229,15 @@ class Search:
             fitting = [call for call in self.known.calls if call.values <= values]
             if not fitting:
                 continue
-            why = self._ignored(path, fitting[0], len(leaf))
+            why = self._ignored(path, fitting[0], has_one_each=leaf.numel() == len(leaf))
             reasons += [f"{path}: {why}"] if why else []
         if not self.changes.labels:
             why = reasons[-1] if reasons else "no integer input is among what the loss takes"
             self.notes.append(f"labels: left alone, {why}")
 
-    def _ignored(self, path: str, call: LossCall, size: int) -> str:
+    def _ignored(self, path: str, call: LossCall, *, has_one_each: bool) -> str:
         """Ignore labels of one leaf unequally; return why not."""
-        if call.ignore_index == _DEFAULT_IGNORED and call.total <= size and not call.ignored:
+        if call.ignore_index == _DEFAULT_IGNORED and has_one_each and not call.ignored:
             return "one label per sample, and cross_entropy's default ignore_index"
         labels = (*self.changes.labels, (path, call.ignore_index))
         for has_empty_part in (True, False):
@@ -267,7 +265,7 @@ class Search:
         constant = [name for name, parameter in named if is_constant(parameter)]
         if not constant:
             self.notes.append("parameters: left alone, none starts at a constant")
-        self._settle("parameters", constant, "moved from their constant by up to 1/16")
+        self._settle("parameters", constant, "moved from a constant by up to 1/16")
 
     # -- notes -------------------------------------------------------------------------------
 
