@@ -408,7 +408,8 @@ def loss(output, targets):
     return F.cross_entropy(output.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
 def get_optimizer(params):
-    return torch.optim.SGD([p for p in params if p.ndim > 1], lr=0.1)  # no biases
+    groups = [[p for p in params if p.ndim > 1], [p for p in params if p.ndim == 1]]
+    return torch.optim.SGD([{"params": p, "lr": lr} for p, lr in zip(groups, (0.1, 0.0))])
 
 def parallelize_means(model, mesh):
     pass
