@@ -5,7 +5,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 WORKERS ?= 2
 
-.PHONY: help setup lint format types test test-fast table costs all
+.PHONY: help setup lint format types test test-fast table faults clean costs all
 
 help:  ## show this text
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | sort
@@ -32,6 +32,12 @@ test-fast:  ## tests without the slow ones and without real ranks
 
 table:  ## examples and Hugging Face types under the engine's styles; goes on where it was stopped
 	PYTHONPATH=. $(PYTHON) reports/table.py
+
+faults:  ## the fault bench: every broken style and its corrected twin
+	PYTHONPATH=. $(PYTHON) reports/faults.py
+
+clean:  ## false alarms: right styles on models, meshes, dtypes and seeds
+	PYTHONPATH=. $(PYTHON) reports/clean_matrix.py
 
 costs:  ## milliseconds per graph node of capture and partition, on a quiet machine
 	$(PYTHON) reports/costs.py

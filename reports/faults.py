@@ -118,7 +118,9 @@ def render(results: list[dict[str, Any]]) -> str:
         right = sum(not set(words) & set(style["wrong"]) for style in faults)
         return f"{right} of {len(faults)} ({right / max(len(faults), 1):.1%})"
 
-    kinds = Counter(kind for style in faults for kind in (style.get("due", {}).get("kind") or [])[:1])
+    kinds = Counter(
+        kind for style in faults for kind in (style.get("due", {}).get("kind") or [])[:1]
+    )
     lines = [
         "# Fault bench",
         "",

@@ -8,10 +8,9 @@ from spmd_verify.errors import UsageError
 from spmd_verify.options import FuzzOptions
 from spmd_verify.version import __version__
 
-VERBS: Final = ("run", "compare", "fuzz", "styles", "schema")
+VERBS: Final = ("run", "certify", "compare", "fuzz", "styles", "schema")
 # Verbs of the design that this version does not have; typed alone they are no file names.
 PLANNED_VERBS: Final = (
-    "certify",
     "report",
     "baseline",
     "repro",
@@ -51,6 +50,11 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     run = verbs.add_parser("run", help="the check")
     _add_run_flags(run)
+    certify = verbs.add_parser("certify", help="plant faults in the parallel run: what would a "
+        "green table have caught?")  # fmt: skip
+    _add_run_flags(certify)
+    certify.add_argument("--faults", type=int, metavar="N", help="most faults planted in a cell "
+        "(default: 24)")  # fmt: skip
     _add_compare_flags(verbs.add_parser("compare", help="two dumps, or two records"))
     _add_fuzz_flags(verbs.add_parser("fuzz", help="drawn models against the engine"))
     verbs.add_parser("styles", help="list the parallel styles")
@@ -71,6 +75,8 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     add("--mesh-sweep", action="append", default=[], metavar="MESH", help="several meshes, one "
         "after the other; repeatable")  # fmt: skip
     add("--dtype", help="float32, float64 or bfloat16 (default: float32)")
+    add("--exact", action="store_true", default=None, help="single steps from few-bit values, "
+        "judged bit for bit")  # fmt: skip
     add("--steps", type=int, help="training steps (default: 3)")
     add("--seed", type=int, help="base seed (default: 0)")
     add("--adversarial", action="store_true", help="inputs and initial values that hide little: "
@@ -81,6 +87,8 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     add = how.add_argument
     add("--runner", help="processes or lockstep (default: processes)")
     add("--timeout", type=float, metavar="SECONDS", help="per cell (default: 300)")
+    add("--probe", action=argparse.BooleanOptionalAction, help="judge a plain SGD step beside the "
+        "case's optimizer (default: not for engine styles)")  # fmt: skip
     add("--max-ranks", type=int, help="largest mesh (default: 16 for processes, 4096 for lockstep)")
     add("--log-dir", metavar="DIR", help="where rank logs go (default: a temporary folder)")
     shown = parser.add_argument_group("what to show")
@@ -161,6 +169,7 @@ def flag_settings(arguments: argparse.Namespace) -> dict[str, Any]:
         "styles": _split(arguments.styles),
         "mesh": arguments.mesh,
         "dtype": arguments.dtype,
+        "exact": arguments.exact,
         "steps": arguments.steps,
         "seed": arguments.seed,
         "timeout": arguments.timeout,
@@ -168,6 +177,8 @@ def flag_settings(arguments: argparse.Namespace) -> dict[str, Any]:
         "max-ranks": arguments.max_ranks,
         "log-dir": arguments.log_dir,
         "strict": arguments.strict,
+        "probe": arguments.probe,
+        "faults": getattr(arguments, "faults", None),
     }
     return {key: value for key, value in given.items() if value is not None}
 

@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parse_arguments(words)
         verbs: dict[str, Callable[[argparse.Namespace, list[str]], int]] = {
             "run": _run,
+            "certify": _certify,
             "compare": _compare,
             "fuzz": _fuzz,
             "styles": _styles,
@@ -111,6 +112,32 @@ def _run(arguments: argparse.Namespace, words: list[str]) -> int:
     record.exit_code = decide(record.cells, strict=options.strict, exit_zero=options.exit_zero)
     text = terminal.render(record, verbosity=options.verbosity, explain=options.explain)
     print(text, flush=True)
+    for report_format, path in options.reports:
+        write_report(record, report_format, path)
+    return int(record.exit_code)
+
+
+def _certify(arguments: argparse.Namespace, words: list[str]) -> int:
+    """Judge the targets, plant faults in what passes, print what was caught."""
+    from spmd_verify.address import expand  # not for --help
+
+    options = options_from(arguments, words)
+    if options.list_only:
+        return _list(expand(options.targets), options)
+    from spmd_verify.certify import certify
+    from spmd_verify.exit_codes import decide_certified
+    from spmd_verify.progress import Progress
+    from spmd_verify.reporters import certificates, write_report
+
+    progress = Progress(quiet=options.verbosity < 0)
+    try:
+        record = certify(options, progress)
+    finally:
+        progress.close()
+    record.exit_code = decide_certified(
+        record.cells, strict=options.strict, exit_zero=options.exit_zero
+    )
+    print(certificates.render(record, verbosity=options.verbosity), flush=True)
     for report_format, path in options.reports:
         write_report(record, report_format, path)
     return int(record.exit_code)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -29,7 +30,7 @@ from spmd_verify.layouts import (
 )
 from spmd_verify.norms import as_real, deviation, is_rounding, row_sums
 from spmd_verify.store import Entry, Store
-from spmd_verify.trajectory import Observation, Observed, same_bits
+from spmd_verify.trajectory import Observation, Observed, by_parameter, same_bits
 from spmd_verify.ulp import ulp_distance
 from spmd_verify.verdict import STAGES
 
@@ -61,6 +62,7 @@ class Statistics(msgspec.Struct, kw_only=True):
         actual: Its value here.
         expected: Its value in the reference.
         max_ulp: Largest distance from the reference, in ulp of the tensor's dtype.
+        differing: Elements that are not equal to the reference's.
         digest: Of the bits of this copy; empty for an exact one.
         value: The number itself, for tensors of one element.
         problem: Why the tensor could not be compared, if it could not.
@@ -85,6 +87,7 @@ class Statistics(msgspec.Struct, kw_only=True):
     actual: float = 0.0
     expected: float = 0.0
     max_ulp: int = 0
+    differing: int = 0
     digest: str = ""
     value: float | None = None
     problem: str | None = None
@@ -115,10 +118,33 @@ def compare(
 
 
 def hyper_parameter_differences(
-    store: Store, values: dict[str, float], *, run: str, step: int, coordinate: Coordinate
+    store: Store,
+    values: dict[str, float],
+    *,
+    run: str,
+    step: int,
+    coordinate: Coordinate,
+    groups: Sequence[Sequence[str]] | None = None,
 ) -> list[Statistics]:
-    """Return one entry per hyper-parameter that differs from the reference before a step."""
+    """Return one entry per hyper-parameter that differs from the reference before a step.
+
+    Args:
+        store: The reference.
+        values: What `trajectory.hyper_parameters` gave.
+        run: `free`.
+        step: From 0.
+        coordinate: This rank's.
+        groups: Names of the parameters in each group, where the style may group otherwise
+            than one device; then every parameter has its own values.
+    """
     expected = store.index.hyper_parameters[step]
+    differing = {
+        name: (values.get(name, math.nan), expected.get(name, math.nan))
+        for name in dict.fromkeys([*expected, *values])
+        if values.get(name) != expected.get(name)
+    }
+    if groups and store.index.groups:
+        differing = _by_parameter(values, groups, expected, store.index.groups)
     return [
         Statistics(
             run=run,
@@ -128,13 +154,32 @@ def hyper_parameter_differences(
             coordinates=[coordinate],
             layout="R",
             worst_index=[],
-            actual=values.get(name, float("nan")),
-            expected=expected.get(name, float("nan")),
-            problem=f"hyper-parameter {values.get(name)!r}, expected {expected.get(name)!r}",
+            actual=actual,
+            expected=due,
+            problem=f"hyper-parameter {name} is {actual!r}, expected {due!r}",
         )
-        for name in dict.fromkeys([*expected, *values])
-        if values.get(name) != expected.get(name)
+        for name, (actual, due) in differing.items()
     ]
+
+
+def _by_parameter(
+    values: dict[str, float],
+    groups: Sequence[Sequence[str]],
+    expected: dict[str, float],
+    expected_groups: Sequence[Sequence[str]],
+) -> dict[str, tuple[float, float]]:
+    """Return what differs by key: `lr`, or `weight_decay of norm.weight` where only some do."""
+    own, due = by_parameter(values, groups), by_parameter(expected, expected_groups)
+    # A parameter that this rank does not have cannot differ here.
+    everyone = {name for _, name in own}
+    found: dict[tuple[str, float, float], list[str]] = {}
+    for (key, name), value in own.items():
+        if (key, name) in due and due[key, name] != value:
+            found.setdefault((key, value, due[key, name]), []).append(name)
+    return {
+        key if set(names) == everyone else f"{key} of {', '.join(names)}": (actual, right)
+        for (key, actual, right), names in found.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -289,6 +334,7 @@ def _add_worst(found: Statistics, local: Tensor, expected: Tensor, part: Region)
     gap = torch.where(left == right, 0.0, gap.nan_to_num(nan=torch.inf, posinf=torch.inf))
     flat = int(gap.argmax())
     index = [int(i) for i in torch.unravel_index(torch.tensor(flat), gap.shape)]
+    found.differing = int((gap != 0).sum())
     found.actual = float(left[tuple(index)])
     found.expected = float(right[tuple(index)])
     found.worst_index = list(part.global_index(index[: len(part.ranges)]))

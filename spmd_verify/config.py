@@ -45,6 +45,7 @@ KEYS: Final[dict[str, Callable[[Any], Any]]] = {
     "styles": _words,
     "mesh": _text,
     "dtype": _text,
+    "exact": _truth,
     "steps": int,
     "seed": int,
     "timeout": float,
@@ -52,6 +53,7 @@ KEYS: Final[dict[str, Callable[[Any], Any]]] = {
     "max-ranks": int,
     "log-dir": _text,
     "strict": _truth,
+    "probe": _truth,
 }
 
 

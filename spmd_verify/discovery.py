@@ -112,8 +112,9 @@ def user_styles(module: ModuleType) -> dict[str, UserStyle]:
     """Return the styles of a file: `user` for `parallelize`, NAME for `parallelize_NAME`.
 
     A style exists where `parallelize`, `parallelize_NAME` or `setup_NAME` takes a model and
-    a mesh (imported ones of torch, such as `parallelize_module`, are none); its other hooks are found by the same suffix (`_user` for `parallelize`) and
-    may be missing. Order is that of the file.
+    a mesh (imported ones of torch, such as `parallelize_module`, are none); its other hooks are
+    found by the same suffix (`_user` for `parallelize`) and may be missing. Order is that of the
+    file.
     """
     names: list[str] = []
     for name, value in vars(module).items():

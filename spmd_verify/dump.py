@@ -8,7 +8,7 @@ renamed, the JSON last: a rank without one is not finished. No pickle.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,6 +163,14 @@ class Dump:
         self._dtypes: dict[str, str] = {}
         for index in indices:
             self._take_in(index)
+
+    def __iter__(self) -> Iterator[str]:
+        """Give the keys; see `keys`."""
+        return iter(self._shapes)
+
+    def __contains__(self, key: str) -> bool:
+        """Say whether any rank has a tensor."""
+        return key in self._shapes
 
     def keys(self) -> list[str]:
         """Return the keys of all ranks in the order written, rank 0's first."""

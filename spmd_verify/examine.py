@@ -5,21 +5,22 @@ Works on a dump of one more run of the cell (docs/design.md 3.7).
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Final
 
 import torch
 
-from spmd_verify import causes
+from spmd_verify import causes, per_rank
 from spmd_verify.causes import words
 from spmd_verify.causes.forward import affected, explained
 from spmd_verify.causes.words import cause
 from spmd_verify.dump import read
 from spmd_verify.exhibit import Exhibit
-from spmd_verify.judge import mark_downstream, settle
 from spmd_verify.record import Cause, Cell, FirstDivergence, Row
 from spmd_verify.runner.jobs import loaded
 from spmd_verify.runner.specs import ExamineReport, ExamineRequest, decode, encode
 from spmd_verify.runner.worker import Context, job
+from spmd_verify.settling import mark_downstream, settle
 from spmd_verify.store import Store
 from spmd_verify.verdict import STAGES, Verdict
 
@@ -62,8 +63,12 @@ class Examination:
         """Return the cell with its cause, and which experiment would tell more."""
         first = self.settled()
         if first is None:
+            self.cell.first_divergence = self.cell.cause = None
+            self.cell.verdict = str(Verdict.ROUNDING)
+            self.count()
             return ExamineReport(encode(self.cell))
         found = self.reported_value(first) or causes.find(self.exhibit, first)
+        found = per_rank.relabel(self.exhibit, self.cell, first, found)
         wanted = ""
         if found is None:
             wanted = self.wanted(first)
@@ -71,7 +76,7 @@ class Examination:
             names = list(dict.fromkeys([first.name, *affected(self.exhibit)]))
             found = self.last_resort(first) or cause(
                 "unexplained",
-                f"no known cause fits {words.listed(names)}",
+                f"no known cause fits {words.listed(names)} on {self.mesh_text()}",
                 best,
                 ranks=first.ranks,
                 tensors=names,
@@ -81,7 +86,16 @@ class Examination:
             step=first.step, stage=first.stage, tensor=first.name
         )
         mark_downstream(self.cell.tensors, first)
+        if found.kind == "reported_value":
+            # A reporting fault is no training fault: the row fails, the cell does not.
+            self.cell.verdict = str(Verdict.ROUNDING)
+        self.count()
         return ExamineReport(encode(self.cell), wanted)
+
+    def count(self) -> None:
+        """Count the rows by verdict again, in place."""
+        found = Counter(str(row.verdict) for row in self.cell.tensors)
+        self.cell.counts = {str(word): found[word] for word in Verdict if found[word]}
 
     def settled(self) -> Row | None:
         """Explain module outputs and inputs, and return what differs first then."""
@@ -155,8 +169,8 @@ class Examination:
         shown = "" if worst is None else f": {worst.actual:.9g}, should be {worst.expected:.9g}"
         whose = self.whose_value(first)
         text = (
-            f"{first.name} as reported differs{shown}{whose}, while every gradient and parameter agrees: "
-            f"a reporting fault, not a training fault"
+            f"{first.name} as reported differs{shown}{whose}, while every gradient and parameter "
+            f"agrees: a reporting fault, not a training fault"
         )
         return cause("reported_value", text, tensors=[first.name], ranks=first.ranks)
 
@@ -191,6 +205,10 @@ class Examination:
         size = self.exhibit.case.batch_size
         axes = self.exhibit.axes
         return any(size % n for axis, n in axes.items() if self.exhibit.is_data_axis(axis))
+
+    def mesh_text(self) -> str:
+        """Return the mesh, `dp=2,tp=2`."""
+        return ",".join(f"{axis}={size}" for axis, size in self.exhibit.axes.items())
 
     def part_sizes(self) -> list[str]:
         """Return how many samples each rank has."""

@@ -6,7 +6,8 @@ passes there.
 
 from __future__ import annotations
 
-import os
+import shutil
+import tempfile
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -49,7 +50,15 @@ class Examiner:
     def examined(self, spec: CellSpec, cell: Cell) -> Cell:
         """Return the cell with its cause; as it was where it cannot be run again."""
         assert cell.first_divergence is not None, "only failing cells are examined"
-        folder = os.path.join(self.run.work_dir, f"dump-{len(self.run.record.cells)}")
+        folder = tempfile.mkdtemp(prefix="dump-", dir=self.run.work_dir)
+        try:
+            return self._examined(spec, cell, folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _examined(self, spec: CellSpec, cell: Cell, folder: str) -> Cell:
+        """Run a cell again with a dump, and ask until nothing more is wanted."""
+        assert cell.first_divergence is not None
         again = msgspec.structs.replace(
             spec, dump_path=folder, last_step=cell.first_divergence.step
         )
@@ -84,7 +93,7 @@ class Examiner:
         if name == "divisible":
             sizes = [size for axis, size in spec.axes.items()]
             changed.overrides["rows"] = f"divisible:{max(sizes)}"
-        store = os.path.join(self.run.work_dir, f"{name}-{len(self.run.record.cells)}")
+        store = tempfile.mkdtemp(prefix=f"{name}-", dir=self.run.work_dir)
         try:
             self.run.ask_solo(REFERENCE_JOB, encode(ReferenceSpec(changed, store)))
             cell = msgspec.structs.replace(spec, case=changed, store_path=store)

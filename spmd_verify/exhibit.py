@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -139,14 +139,14 @@ class Exhibit:
         key = (run or row.run, row.step if step is None else step, row.stage, row.name)
         if key not in self._locals:
             text = "|".join(map(str, key))
-            held = self.dump.locals(text) if text in self.dump.keys() else {}
+            held = self.dump.locals(text) if text in self.dump else {}
             self._locals[key] = {at: as_real(local).to(torch.float64) for at, local in held.items()}
         return self._locals[key]
 
     def called(self, stage: str, base: str) -> list[dict[Coordinate, Tensor]]:
-        """Return what ranks held of every call of a module, whether one device had the call or not."""
+        """Return what ranks held of every call of a module, one device had or not."""
         prefix = f"{self.run}|{self.step}|{stage}|{base}"
-        keys = [key for key in self.dump.keys() if key.partition("#")[0] == prefix]
+        keys = [key for key in self.dump if key.partition("#")[0] == prefix]
         return [
             {at: as_real(local).to(torch.float64) for at, local in self.dump.locals(key).items()}
             for key in keys
@@ -296,7 +296,8 @@ class Exhibit:
         Every piece counts with a weight in the reference; see `weights`.
         """
         found = []
-        for at in self.distinct_parts:
+        several = [at for at in self.distinct_parts if self.seen.calls(at) > 1]
+        for at in several or self.distinct_parts:
             calls = self.seen.calls(at)
             if calls < 2:
                 found.append(Piece(at, 0, self.part_batches[at], self.part_records[at]))
@@ -316,7 +317,7 @@ class Exhibit:
         size = self.case.batch_size_of(self.batch)
         found = []
         for i in range(size if 1 < size <= MOST_SAMPLES else 0):
-            batch = map_batch(self.case, self.batch, lambda leaf, dim, i=i: leaf.narrow(dim, i, 1))
+            batch = map_batch(self.case, self.batch, partial(_sample, i))
             record = self.runs.record(batch)
             if record is None:
                 return []
@@ -384,6 +385,11 @@ def fit(columns: Sequence[Tensor], whole: Tensor, tolerance: float) -> list[floa
 def _flat(value: Tensor | None, like: Tensor) -> Tensor:
     """Return a gradient as a vector, zeros where it is missing."""
     return torch.zeros_like(like) if value is None else as_real(value).reshape(-1).nan_to_num()
+
+
+def _sample(index: int, leaf: Tensor, dim: int) -> Tensor:
+    """Return one sample of an input."""
+    return leaf.narrow(dim, index, 1)
 
 
 def _digest(batch: Any) -> str:

@@ -31,6 +31,18 @@ def fails(cell: "Cell", *, strict: bool = False) -> bool:
     return cell.verdict == "undetermined" or any(cell.counts.get(word) for word in STRICT_ROWS)
 
 
+def decide_certified(cells: "Iterable[Cell]", *, strict: bool, exit_zero: bool) -> int:
+    """Return the exit code of `certify`: `decide`'s, and 1 where a cell is not certified."""
+    from spmd_verify import certificate  # msgspec, not for --help
+
+    found = list(cells)
+    code = decide(found, strict=strict, exit_zero=exit_zero)
+    judged = [cell for cell in found if cell.verdict not in ("error", "unsupported")]
+    if code == PASSED and any(certificate.is_open(cell) for cell in judged):
+        return PASSED if exit_zero else FAILED
+    return code
+
+
 def decide(cells: "Iterable[Cell]", *, strict: bool = False, exit_zero: bool = False) -> int:
     """Return the exit code of a finished run: the first of 3, 1, 5, 0 that applies.
 

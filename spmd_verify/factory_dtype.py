@@ -10,6 +10,8 @@ from typing import Any, Final
 import torch
 from torch.overrides import TorchFunctionMode
 
+from spmd_verify.backward_mode import backward_inside
+
 FACTORIES: Final[frozenset[Callable[..., Any]]] = frozenset(
     {
         torch.zeros,
@@ -47,6 +49,8 @@ class FactoryDtype(TorchFunctionMode):
     ) -> Any:
         """Add `dtype` to factory calls that would give the default dtype."""
         named = dict(kwargs or {})
+        if func is torch.Tensor.backward:
+            return backward_inside(self, args, named)
         if (
             func in FACTORIES
             and named.get("dtype") is None

@@ -8,6 +8,7 @@ the business of `factory_dtype`. Normative: verdicts.md part 2.2.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Kernels that carry the tag of random operators but draw nothing themselves at dropout 0, or
 # are decomposed before they are reached.
 _NOT_DRAWING: Final = ("attention", "lstm", "gru", "rnn_", "_rnn")
+_STANDARD_LIBRARY: Final = os.path.dirname(os.__file__)
 _SKIPPED_FRAMES: Final = ("/torch/", "/spmd_verify/", "<frozen", "<string>")
 
 
@@ -124,6 +126,7 @@ def user_place() -> str:
         path = frame.f_code.co_filename
         is_ours = any(part in path for part in _SKIPPED_FRAMES)
         is_library = "/site-packages/" in path and "/transformers/" not in path
+        is_library |= "/site-packages/" not in path and path.startswith(_STANDARD_LIBRARY)
         if not is_ours and not is_library:
             return f"{path.rsplit('/', 1)[-1]}:{frame.f_lineno}"
         frame = frame.f_back

@@ -18,6 +18,7 @@ from spmd_verify.compare import NO_SUCH_TENSOR, Statistics
 from spmd_verify.merge import Merged, TensorKey, by_tensor, merge
 from spmd_verify.record import Cause, Exercised, FirstDivergence, Row, WorstTensor
 from spmd_verify.rows import Fit, blank_row, count, growth, ratio_of, worst_row
+from spmd_verify.settling import mark_downstream, settle
 from spmd_verify.store import Entry, FloorInfo, Store
 from spmd_verify.verdict import (
     ANCHORED_STAGES,
@@ -31,6 +32,8 @@ from spmd_verify.verdict import (
 
 # Stages a style may leave out: nothing is concluded from their absence.
 _OPTIONAL = frozenset({"inputs", "module_outputs", "clipping"})
+# Where a number may be one of the rank's own part: the loss, also as what a module returns.
+_PER_RANK = frozenset({"module_outputs", "loss", "eval_outputs"})
 _SIGNAL_STAGES = ("gradients", "parameters")
 
 
@@ -101,13 +104,18 @@ def judge(
     undetermined = sum(judging.undetermined_elements(row) for row in moved)
     exercised = judging.exercised(rows)
     reasons = [row.unknown.get("reason") for row in rows if row.verdict == Verdict.UNDETERMINED]
+    verdict = cell_verdict(
+        (row.verdict for row in rows),
+        is_exercised=exercised.n > 0,
+        undetermined_elements=undetermined,
+        signal_elements=sum(math.prod(row.shape) for row in moved),
+    )
+    doubts = store.index.exact.doubts if store.index.exact is not None else []
+    if doubts and verdict in (Verdict.EXACT, Verdict.ROUNDING):
+        verdict = Verdict.UNDETERMINED
+        reasons.insert(0, f"not exact: {doubts[0]}; what it reaches was judged by its noise")
     return Judgement(
-        verdict=cell_verdict(
-            (row.verdict for row in rows),
-            is_exercised=exercised.n > 0,
-            undetermined_elements=undetermined,
-            signal_elements=sum(math.prod(row.shape) for row in moved),
-        ),
+        verdict=verdict,
         rows=rows,
         first_divergence=None
         if first is None
@@ -125,8 +133,6 @@ def judge(
 
 # Stages whose tensors a style may hold in parts that nobody declared.
 _LAYOUTLESS: Final = ("inputs", "module_outputs", "eval_outputs", "optimizer_state")
-# Stages that localise a fault and never make one alone.
-_LOCALISING: Final = ("inputs", "module_outputs")
 _OWN_STATE: Final = (
     "anchoring is switched off: the style keeps state of its own that restoring parameters and "
     "optimizer state does not reach; the free run decides alone"
@@ -220,7 +226,7 @@ class _Judging:
         if not entries:
             return self.absent(entry, run)
         merged = merge(entry.shape, entries)
-        if stage in ("loss", "eval_outputs") and merged.values and not merged.is_exact:
+        if stage in _PER_RANK and merged.values and not merged.is_exact:
             self.reduce_losses(entry, run, merged)
         floor = entry.floors.get(run, FloorInfo(noise=0.0, scale=0.0))
         row = self.measured(entry, run, merged, floor)
@@ -325,11 +331,25 @@ class _Judging:
         norm = exact_norm(self.store.exact(*key)) if known else 0.0
         evidence = Evidence(entry, merged, floor.noise, norm, self.axes, row.ranks)
         row.cause = find_cause(evidence)
+        if known and entry.stage in ("gradients", "clipping"):
+            is_measured = norm > 0.0 and not merged.problems and not merged.non_finite
+            row.unknown["share"] = evidence.error / norm if is_measured else math.inf
+            row.unknown["update"] = self.update_norm(entry)
         if merged.copies_differ:
             row.unknown["copies_differ"] = True
         if merged.problems:
             row.unknown["problem"] = merged.problems[0]
         return row
+
+    def update_norm(self, entry: Entry) -> float:
+        """Return the norm of one device's update of the parameter that a gradient is of."""
+        before = ("initial_state", 0) if entry.step == 0 else ("parameters", entry.step - 1)
+        if self.store.entry(before[1], before[0], entry.name) is None:
+            return 0.0
+        if self.store.entry(entry.step, "parameters", entry.name) is None:
+            return 0.0
+        old = self.store.expected(before[1], before[0], entry.name)
+        return exact_norm(self.store.expected(entry.step, "parameters", entry.name) - old)
 
     def reduce_losses(self, entry: Entry, run: str, merged: Merged) -> None:
         """Replace per-rank losses by their mean or sum where that is right, in place.
@@ -369,75 +389,6 @@ class _Judging:
         if row.verdict == Verdict.UNDETERMINED:
             return math.prod(row.shape)
         return int(row.unknown.get("undetermined_elements", 0))
-
-
-def settle(rows: list[Row]) -> None:
-    """Let inputs and module outputs be a mismatch only where a later stage of the step is one.
-
-    In place. Alone they say nothing: a style may feed and compute otherwise and be right.
-    """
-    _settle_gradients(rows)
-    confirmed = {
-        row.step for row in rows if row.verdict == Verdict.MISMATCH and row.stage not in _LOCALISING
-    }
-    for row in rows:
-        if row.stage not in _LOCALISING or row.step in confirmed:
-            continue
-        if row.verdict == Verdict.MISMATCH:
-            row.verdict, row.cause = Verdict.UNDETERMINED, None
-            row.unknown["reason"] = "it differs, but nothing computed from it does"
-
-
-def _settle_gradients(rows: list[Row]) -> None:
-    """Let a gradient be no mismatch where everything computed from it is right, in place.
-
-    A style may leave gradients of parts it does not own unreduced, or reduce them elsewhere.
-    What the optimizer did with them shows: state and parameter, and the norm that clips.
-    """
-    wrong = {
-        (row.step, _owner(row)) for row in rows if row.verdict == Verdict.MISMATCH
-        and row.stage in ("optimizer_state", "parameters")
-    }  # fmt: skip
-    right = {
-        (row.step, row.name)
-        for row in rows
-        if row.stage == "parameters" and row.verdict in (Verdict.EXACT, Verdict.ROUNDING)
-    }
-    norms = {
-        row.step
-        for row in rows
-        if row.stage == "clipping"
-        and row.name in ("total_norm", "clip_factor")
-        and row.verdict == Verdict.MISMATCH
-    }
-    steps = {step for step, _ in right}
-    for row in rows:
-        if row.stage not in ("gradients", "clipping") or row.verdict != Verdict.MISMATCH:
-            continue
-        later = [step for step in steps if step >= row.step]
-        is_right = all(
-            (step, row.name) in right and (step, row.name) not in wrong for step in later
-        )
-        if is_right and later and not norms:
-            row.verdict, row.cause = Verdict.UNDETERMINED, None
-            row.unknown["reason"] = (
-                "it differs as read before the step, but state and parameter computed from it are "
-                "right: it is not what the optimizer used, or the optimizer hides it; a probe with "
-                "SGD decides"
-            )
-
-
-def _owner(row: Row) -> str:
-    """Return the parameter that a row of state or parameters is about."""
-    return row.name.rpartition(".")[0] if row.stage == "optimizer_state" else row.name
-
-
-def mark_downstream(rows: list[Row], first: Row | None) -> None:
-    """Name the first divergence in every later mismatch, in place."""
-    for row in rows:
-        row.downstream_of = None
-        if first is not None and row is not first and row.verdict == Verdict.MISMATCH:
-            row.downstream_of = f"step {first.step}, {first.stage}, {first.name}"
 
 
 def _is_anchoring_to_blame(judging: _Judging, rows: list[Row]) -> bool:

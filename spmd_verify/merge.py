@@ -30,6 +30,7 @@ class Merged:
         has_signal: Whether any element is not zero.
         worst: The statistics that hold the worst element, if any deviates.
         max_ulp: Largest distance from the reference, in ulp.
+        differing: Elements that are not equal to the reference's.
         copies_differ: Two ranks hold other bits for the same part.
         ranks: Coordinates whose copy is not exact.
         covered: Elements seen, each part once.
@@ -45,6 +46,7 @@ class Merged:
     has_signal: bool = False
     worst: Statistics | None = None
     max_ulp: int = 0
+    differing: int = 0
     copies_differ: bool = False
     ranks: list[tuple[int, ...]] = field(default_factory=list)
     covered: int = 0
@@ -107,6 +109,7 @@ def _add_part(merged: Merged, shape: Sequence[int], copies: list[Statistics]) ->
     digests = {entry.digest for entry in copies if entry.numel}
     merged.copies_differ |= len(digests) > 1
     merged.covered += copies[0].numel
+    merged.differing += max(entry.differing for entry in copies)
     for entry in copies:
         merged.non_finite += entry.non_finite
         merged.has_signal |= entry.has_signal

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from spmd_verify.backward_mode import backward_inside
+
 # Their result is the input: what they do in evaluation.
 _DROPOUTS: Final = frozenset(
     {
@@ -36,7 +38,12 @@ _DROPOUTS: Final = frozenset(
 # Drawn values -> what stands in: the mean of the distribution.
 _UNIFORM: Final = frozenset({torch.rand, torch.rand_like, Tensor.uniform_})
 _NORMAL: Final = frozenset({torch.randn, torch.randn_like, Tensor.normal_, torch.normal})
-_CHOICES: Final = frozenset({torch.bernoulli, Tensor.bernoulli, Tensor.bernoulli_})
+_CHOICES: Final = frozenset(
+    {torch.bernoulli, Tensor.bernoulli, Tensor.bernoulli_, Tensor.exponential_}
+)
+_INTEGERS: Final = frozenset(
+    {torch.randint, torch.randint_like, Tensor.random_, torch.multinomial, Tensor.multinomial}
+)
 
 
 class NoRandom(TorchFunctionMode):
@@ -51,6 +58,8 @@ class NoRandom(TorchFunctionMode):
     ) -> Any:
         """Call `func`, or what stands in for it."""
         named = dict(kwargs or {})
+        if func is Tensor.backward:
+            return backward_inside(self, args, named)
         if func in _DROPOUTS:
             return args[0] if args else named["input"]
         if func is F.scaled_dot_product_attention and len(args) <= 4:
@@ -66,4 +75,8 @@ class NoRandom(TorchFunctionMode):
                 return result.detach().zero_()
             if func in _CHOICES:
                 return result.detach().fill_(1.0)
+            if func in _INTEGERS:
+                return result.detach().zero_()
+            if func is torch.randperm:
+                return torch.arange(result.numel(), out=result.detach())
         return result

@@ -74,6 +74,7 @@ def observed(
 class Observer:
     """Context around one training step that fills `record`.
 
+    `with_inputs`, set before it is entered, says whether the root's forward is hooked.
     `is_entered` is False where the model is a wrapper whose own forward never ran.
 
     A second value of the same name in one step (a module used twice, a second forward) is
@@ -87,7 +88,6 @@ class Observer:
         optimizer: Optimizer | Iterable[Optimizer],
         *,
         argument_names: Sequence[str] | None = None,
-        with_inputs: bool = True,
         with_module_outputs: bool = True,
         order_gradients: bool = False,
         names: Names | None = None,
@@ -99,7 +99,6 @@ class Observer:
             optimizer: One optimizer or several.
             argument_names: Names of positional arguments of the root's forward; read from
                 the innermost wrapped module's signature when left out.
-            with_inputs: Whether to hook the root's forward.
             with_module_outputs: Whether to hook every module.
             order_gradients: Record gradients in the order autograd finished them. Needs
                 leaf hooks, so it is for eager single-device runs.
@@ -109,7 +108,7 @@ class Observer:
         self.model = model
         self.optimizers = optimizers_of(optimizer)
         self.argument_names = argument_names
-        self.with_inputs = with_inputs
+        self.with_inputs = True
         self.with_module_outputs = with_module_outputs
         self.order_gradients = order_gradients
         self.names = names
@@ -203,7 +202,7 @@ class Observer:
         return on_output
 
     def _modules(self) -> list[tuple[str, nn.Module]]:
-        """Return the modules to watch; what a wrapper wraps is left out: its output is the root's."""
+        """Return the modules to watch; what wrappers wrap is left out: its output is the root's."""
         if self.names is not None:
             return self.names.modules(self.model)
         named = [(normalised(raw), module) for raw, module in self.model.named_modules()]

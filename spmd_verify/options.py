@@ -20,6 +20,7 @@ RUNNERS: Final[tuple[str, ...]] = ("processes", "lockstep")
 MAX_RANKS: Final[dict[str, int]] = {"processes": 16, "lockstep": 4096}
 DEFAULT_RANKS: Final = 2
 DEFAULT_TIMEOUT_SECONDS: Final = 300.0
+DEFAULT_FAULTS: Final = 24
 
 
 @dataclass(frozen=True)
@@ -94,13 +95,17 @@ class Options:
         match: Glob over cell ids `case/style`; None selects all (`-k`).
         stop_at_first: Stop after the first cell that fails (`-x`).
         strict: `undetermined` and `not_exercised` rows fail too.
+        probe: Whether a plain SGD step is judged beside the case's optimizer; None: under
+            styles that train real modules.
         exit_zero: Exit 0 where the table says 1.
         explain: Print how the case was discovered.
         list_only: Print what would run, run nothing.
         verbosity: -1 quiet, 0 normal, 1 lists tensors, 2 adds the exact ones.
         log_dir: Where rank logs go; None for a temporary folder.
         reports: `(format, path)` of every report file asked for.
+        exact: Judge single steps from dyadic states, bit for bit.
         overrides: Fields put over what discovery finds, by name; part of a case's address.
+        faults: Most faults that `certify` plants in a cell, >= 1.
         command: The command line, for the record.
     """
 
@@ -117,19 +122,27 @@ class Options:
     match: str | None = None
     stop_at_first: bool = False
     strict: bool = False
+    probe: bool | None = None
     exit_zero: bool = False
     explain: bool = False
     list_only: bool = False
     verbosity: int = 0
     log_dir: str | None = None
     reports: tuple[tuple[str, str], ...] = ()
+    exact: bool = False
     overrides: dict[str, str] = field(default_factory=dict)
+    faults: int = DEFAULT_FAULTS
     command: tuple[str, ...] = ()
 
     @property
     def meshes(self) -> tuple[MeshSpec, ...]:
         """Return the meshes to run, in order."""
         return self.mesh_sweep or (self.mesh,)
+
+    @property
+    def case_overrides(self) -> dict[str, str]:
+        """Return what `case.load_case` takes as overrides."""
+        return {**self.overrides, **({"exact": "yes"} if self.exact else {})}
 
     @property
     def rank_limit(self) -> int:
@@ -141,14 +154,21 @@ class Options:
 
         Raises:
             UsageError: `unknown-dtype`, `unknown-runner`, `bad-number`, `mesh-too-large`,
-                `unknown-report-format`.
+                `unknown-report-format`, `two-kinds-of-inputs`.
         """
+        if self.exact and "inputs" in self.overrides:
+            raise UsageError(
+                "Cannot run both: --exact and --adversarial. Each brings inputs and initial values "
+                "of its own. Run one after the other",
+                slug="two-kinds-of-inputs",
+            )
         _check_choice("--dtype", self.dtype, DTYPES, slug="unknown-dtype")
         _check_choice("--runner", self.runner, RUNNERS, slug="unknown-runner")
         for report_format, _ in self.reports:
             _check_choice("--report", report_format, ("json",), slug="unknown-report-format")
         _check_number("--steps", self.steps, 1)
         _check_number("--seed", self.seed, 0)
+        _check_number("--faults", self.faults, 1)
         _check_number("--max-ranks", self.rank_limit, 1)
         if not self.timeout_seconds > 0:
             raise _out_of_range("--timeout", self.timeout_seconds, "more than 0 seconds")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from spmd_verify.backward_mode import watching
 from spmd_verify.batches import cast_floating
 from spmd_verify.case import LoadedCase
 from spmd_verify.float64_mode import CaseDtypeDraws
@@ -68,11 +69,16 @@ class PartRuns:
         """Prepare builds."""
         self.device = SingleDevice(self.case)
 
-    def record(self, batch: Any) -> StepRecord | None:
-        """Return everything of one step on a batch, float64; None where it cannot be run."""
+    def record(self, batch: Any, draws: CaseDtypeDraws | None = None) -> StepRecord | None:
+        """Return everything of one step on a batch, float64; None where it cannot be run.
+
+        Args:
+            batch: The batch.
+            draws: Casts and traces what the step draws instead of the usual mode.
+        """
         try:
             model, optimizer = self._prepared()
-            with self._around():
+            with self._around(draws):
                 found = observed_step(self.device.twin)(model, optimizer, self._cast(batch))
             return {**found, **snapshot(model, optimizer)}
         except Exception:  # noqa: BLE001 - user code on a batch nobody tried
@@ -108,7 +114,8 @@ class PartRuns:
         """Return the 0-dim values that losses of the step are made of, latest first."""
         try:
             model, optimizer = self._prepared()
-            with self._around(), _Scalars(model) as scalars:
+            scalars = _Scalars(model)
+            with self._around(), scalars, watching(scalars.on_backward):
                 self.device.twin.step(model, optimizer, self._cast(batch))
         except Exception:  # noqa: BLE001 - as above
             return []
@@ -157,12 +164,12 @@ class PartRuns:
         }
 
     @contextmanager
-    def _around(self) -> Iterator[None]:
+    def _around(self, draws: CaseDtypeDraws | None = None) -> Iterator[None]:
         """Run a step from its seed, drawing in the case's dtype."""
         self.case.seed_step(self.step)
         with ExitStack() as stack:
-            if self.case.dtype != torch.float64:
-                stack.enter_context(CaseDtypeDraws(self.case.dtype))
+            if draws is not None or self.case.dtype != torch.float64:
+                stack.enter_context(draws or CaseDtypeDraws(self.case.dtype))
             stack.enter_context(self.device.twin.factory_mode())
             yield
 
@@ -182,15 +189,19 @@ class _Scalars(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.backward:
-            for name, value in self._found[-MOST_TERMS:]:
-                if value is not args[0]:
-                    number = float(value.detach())
-                    self.terms.append(Term(name, number, _gradients(value, self.model)))
-            self._found.clear()
+            self.on_backward(args[0])
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor) and result.ndim == 0 and result.requires_grad:
             self._found.append((getattr(func, "__name__", "value"), result))
         return result
+
+    def on_backward(self, loss: Tensor) -> None:
+        """Take the gradients of what was found; the graph is gone after backward."""
+        for name, value in self._found[-MOST_TERMS:]:
+            if value is not loss:
+                number = float(value.detach())
+                self.terms.append(Term(name, number, _gradients(value, self.model)))
+        self._found.clear()
 
 
 def _gradients(value: Tensor, model: nn.Module) -> dict[str, Tensor]:

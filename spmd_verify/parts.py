@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -25,7 +26,7 @@ class Whole:
 
 
 WHOLE: Final = Whole()
-# Called with input path, its size along the dim, axis name and ranks.
+# Called with input path, its size along the dim, the axes that split it, and their ranks.
 Check = Callable[[str, int, str, int], None]
 
 
@@ -53,12 +54,16 @@ def rank_part(
         if not isinstance(leaf, Tensor):
             return leaf
         dims = sharding.get(path, {})
-        layout = [
+        layout: list[Chunk | Whole] = [
             WHOLE if (dim := dims.get(axis)) is None else Chunk(dim % leaf.ndim) for axis in axes
         ]
+        split: dict[int, list[str]] = {}
         for axis, placement in zip(axes, layout, strict=True):
-            if check is not None and isinstance(placement, Chunk):
-                check(path, leaf.shape[placement.dim], axis, axes[axis])
+            if isinstance(placement, Chunk):
+                split.setdefault(placement.dim, []).append(axis)
+        for dim, along in split.items():
+            if check is not None:
+                check(path, leaf.shape[dim], " x ".join(along), math.prod(axes[a] for a in along))
         return take(leaf, layout, tuple(axes.values()), coordinate).contiguous()
 
     return map_leaves(case, batch, part_of)

@@ -158,6 +158,26 @@ class CaseInfo(msgspec.Struct, kw_only=True):
     unknown: dict[str, Any] = {}
 
 
+class ExactInfo(msgspec.Struct, kw_only=True):
+    """What exact mode proved of a case: docs/design.md part 3.8.
+
+    Attributes:
+        bits: The most that any sum needed.
+        precision: p of the case's dtype.
+        where: The operator and line that needed them.
+        surrogates: "operator at file:line" of what exact operators stood in for.
+        doubts: What could not be proved, by operator and line; empty for an exact case.
+        draws: Per step, which draw of state and inputs was taken: the first without doubt.
+    """
+
+    bits: int
+    precision: int
+    where: str
+    surrogates: list[str] = []
+    doubts: list[str] = []
+    draws: list[int] = []
+
+
 class Record(msgspec.Struct, kw_only=True):
     """Everything one run found."""
 

@@ -133,7 +133,8 @@ class Recorder:
             ):
                 self._hooks.callback(handle.remove)
         self._hooks.callback(model.register_forward_pre_hook(self._before_forward).remove)
-        self._observer = Observer(model, optimizers, with_inputs=False, with_module_outputs=False)
+        self._observer = Observer(model, optimizers, with_module_outputs=False)
+        self._observer.with_inputs = False
         self._hooks.push(self._observer)
         self._observer.__enter__()
         atexit.register(self.close)

@@ -60,7 +60,7 @@ def blank_row(entry: Entry, run: str, merged: Merged, floor: FloorInfo) -> Row:
         else WorstElement(
             index=list(worst.worst_index or []), actual=worst.actual, expected=worst.expected
         ),
-        unknown={"scale": floor.scale},
+        unknown={"scale": floor.scale, "differing": merged.differing},
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Final, Protocol
@@ -22,6 +22,7 @@ from spmd_verify.errors import RankError, SpmdVerifyError
 from spmd_verify.examiner import Examiner
 from spmd_verify.exit_codes import fails
 from spmd_verify.options import MeshSpec, Options, check_rank_limit
+from spmd_verify.prober import Prober
 from spmd_verify.record import CaseInfo, Cell, Record
 from spmd_verify.runner.failures import Failure
 from spmd_verify.runner.folders import LogFolder, work_folder
@@ -73,12 +74,29 @@ class Progress(Protocol):
         """Say where a running cell is."""
 
 
-def verify(options: Options, progress: Progress) -> Record:
+class Cells(Protocol):
+    """What runs and judges cells, for what wants more than one per style."""
+
+    options: Options
+    progress: Progress
+
+    def cell(self, spec: CellSpec) -> Cell:
+        """Run and judge one cell; it is not put into the record."""
+
+    def ask_solo(self, function: str, payload: bytes) -> bytes:
+        """Run a job in the reference worker."""
+
+
+AfterCell = Callable[[Cells, CellSpec, Cell], None]
+
+
+def verify(options: Options, progress: Progress, after_cell: AfterCell | None = None) -> Record:
     """Judge every target under every selected style.
 
     Args:
         options: Checked options.
         progress: Told what happens.
+        after_cell: Called with every judged cell before it is put into the record.
 
     Returns:
         The record, without its exit code. With `--report json=PATH` the cells finished so
@@ -100,7 +118,7 @@ def verify(options: Options, progress: Progress) -> Record:
         settings=_settings(options),
     )
     with work_folder() as work_dir, LogFolder(options.log_dir) as logs:
-        run = _Run(options, progress, found, work_dir, logs)
+        run = _Run(options, progress, found, work_dir, logs, after_cell)
         try:
             for address in addresses:
                 run.judge_case(address, is_only=len(addresses) == 1)
@@ -122,7 +140,8 @@ def _settings(options: Options) -> dict[str, object]:
         "timeout_seconds": options.timeout_seconds,
         "runner": options.runner,
         "strict": options.strict,
-        "overrides": dict(options.overrides),
+        "probe": options.probe,
+        "overrides": options.case_overrides,
         "limits": {f"{dtype}/{norm}": c for (dtype, norm), c in LIMITS.items()},
     }
 
@@ -136,6 +155,7 @@ class _Run:
     record: Record
     work_dir: str
     logs: LogFolder
+    after_cell: AfterCell | None = None
     is_stopped: bool = False
     solo: Pool = field(init=False)
     runner: ProcessRunner | LockstepRunner = field(init=False)
@@ -155,9 +175,7 @@ class _Run:
     def judge_case(self, address: str, *, is_only: bool) -> None:
         """Judge one case under every selected style."""
         options = self.options
-        case = CaseSpec(
-            address, options.dtype, options.seed, options.steps, dict(options.overrides)
-        )
+        case = CaseSpec(address, options.dtype, options.seed, options.steps, options.case_overrides)
         styles: list[str] = []
         try:
             self.progress.started(f"{address}: reference on one device")
@@ -171,14 +189,15 @@ class _Run:
             case = msgspec.structs.replace(case, overrides={**case.overrides, **decided})
             self.runner.prepare(options.meshes[0].num_ranks)
             store_path = os.path.join(self.work_dir, f"store-{len(self.record.cells)}")
-            self._make_reference(case, store_path)
+            reference = self._make_reference(case, store_path)
         except SpmdVerifyError as error:
             if is_only:
                 raise
             self._add_wrong_case(address, styles, error)
             return
+        prober = Prober(self, case, report, reference)
         for mesh, style in self._cells(styles, report):
-            self._judge_style(case, style, mesh, store_path)
+            self._judge_style(self._spec(case, style, mesh, store_path), prober)
             if self.is_stopped:
                 return
 
@@ -209,7 +228,7 @@ class _Run:
             if match is None or fnmatchcase(f"{address}/{style}", match):
                 yield style
 
-    def _make_reference(self, case: CaseSpec, store_path: str) -> None:
+    def _make_reference(self, case: CaseSpec, store_path: str) -> ReferenceReport:
         """Run the case on one device and store what it computes."""
         spec = ReferenceSpec(case, store_path)
         report = decode(self.ask_solo(REFERENCE_JOB, encode(spec)), ReferenceReport)
@@ -217,6 +236,9 @@ class _Run:
             self.progress.note(f"{case.address}: {note}")
         notes = self.record.unknown.setdefault("notes", {})
         notes[case.address] = report.notes
+        if report.exact is not None:
+            self.record.unknown.setdefault("exact", {})[case.address] = report.exact
+        return report
 
     def ask_solo(self, function: str, payload: bytes) -> bytes:
         """Run a job in the reference worker.
@@ -235,15 +257,22 @@ class _Run:
             answer.reraise()
         return answer[0]
 
-    def _judge_style(self, case: CaseSpec, style: str, mesh: MeshSpec, store_path: str) -> None:
-        """Run and judge one cell and put it into the record."""
-        spec = self._spec(case, style, mesh, store_path)
-        self.progress.started(f"{case.address}/{style} on {spec.mesh}")
-        answer = self.runner.run_cell(spec, self._heartbeat(style))
+    def _judge_style(self, spec: CellSpec, prober: Prober) -> None:
+        """Run, judge and probe one cell and put it into the record."""
+        self.progress.started(f"{spec.case.address}/{spec.style} on {spec.mesh}")
+        cell = self.cell(spec)
+        if cell.tensors:
+            prober.probe(spec, cell)
+        if self.after_cell is not None:
+            self.after_cell(self, spec, cell)
+        self._add(cell)
+
+    def cell(self, spec: CellSpec) -> Cell:
+        """Run and judge one cell."""
+        answer = self.runner.run_cell(spec, self._heartbeat(spec.style))
         if isinstance(answer, CellEvidence):
-            self._add(self.judged(spec, answer))
-        else:
-            self._add(self._failed(spec, answer))
+            return self.judged(spec, answer)
+        return self._failed(spec, answer)
 
     def _spec(self, case: CaseSpec, style: str, mesh: MeshSpec, store_path: str) -> CellSpec:
         """Describe one cell."""
@@ -262,7 +291,8 @@ class _Run:
         request = JudgeRequest(spec, evidence.parts, evidence.seconds)
         try:
             cell = decode(self.ask_solo(JUDGE_JOB, encode(request)), Cell)
-            if cell.first_divergence is not None:
+            has_question = spec.fault is None or spec.fault.has_cause
+            if cell.first_divergence is not None and has_question:
                 cell = Examiner(self).examined(spec, cell)
                 self._locate(spec, cell)
             return cell
@@ -274,7 +304,7 @@ class _Run:
     def _locate(self, spec: CellSpec, cell: Cell) -> None:
         """Name the first differing operator of an engine style in the cell, in place."""
         first = cell.first_divergence
-        if first is None or first.stage in ("inputs", "initial_state"):
+        if first is None or first.stage in ("inputs", "initial_state") or spec.fault is not None:
             return
         request = LocateRequest(spec, first.step)
         answer = self.solo.run(

@@ -102,6 +102,8 @@ class SeenInputs:
             argument = _recognised(wholes, calls, case.input_batch_dims.get(name))
             if argument is not None:
                 found[name] = argument
+        if not found:
+            found = _by_first_output(case, store, dump, run, step)
         return cls(case, found)
 
     def part(self, batch: Any, coordinate: Coordinate, call: int | None = None) -> Any:
@@ -117,7 +119,7 @@ class SeenInputs:
             for path, argument in self.arguments.items()
             if argument.is_known and coordinate in argument.indices
         }
-        split = [a for a in known.values() if len(a.indices[coordinate]) != a.size]
+        split = [a for a in known.values() if len(a.of_call(coordinate, call)) != a.size]
         if not known or not split:
             return None
         first = split[0]
@@ -152,10 +154,40 @@ class SeenInputs:
         return max((len(argument.lengths[coordinate]) for argument in known), default=0)
 
 
+def _by_first_output(
+    case: LoadedCase, store: Store, dump: Dump, run: str, step: int
+) -> dict[str, Argument]:
+    """Recognise samples by the first module's outputs, where the root's forward never ran."""
+    for name in store.names(step, "module_outputs"):
+        entry = store.entry(step, "module_outputs", name)
+        assert entry is not None, "it was listed"
+        if _CALL.search(name) or not entry.shape or entry.shape[0] != case.batch_size:
+            continue
+        whole = store.exact(run, step, "module_outputs", name).to(torch.float64).flatten(1)
+        calls = _calls(dump, f"{run}|{step}|module_outputs|{name}")
+        if not calls or any(
+            t.shape[1:] != tuple(entry.shape[1:]) for c in calls.values() for t in c
+        ):
+            continue
+        floor = entry.floors[run].noise if run in entry.floors else 0.0
+        indices: dict[Coordinate, tuple[int | None, ...]] = {}
+        for coordinate, locals_ in calls.items():
+            near = torch.cdist(torch.cat(locals_).to(torch.float64).flatten(1), whole)
+            best = near.min(dim=1)
+            indices[coordinate] = tuple(
+                int(i) if float(d) <= 4.0 * floor else None
+                for d, i in zip(best.values, best.indices, strict=True)
+            )
+        lengths = {at: tuple(t.shape[0] for t in locals_) for at, locals_ in calls.items()}
+        argument = Argument(0, case.batch_size, indices, lengths)
+        return {name: argument} if argument.is_known else {}
+    return {}
+
+
 def _calls(dump: Dump, key: str) -> dict[Coordinate, list[Tensor]]:
     """Return what every rank passed for an argument, call by call."""
     found: dict[Coordinate, list[Tensor]] = {}
-    numbered = [k for k in dump.keys() if k == key or _CALL.sub("", k) == key]
+    numbered = [k for k in dump if k == key or _CALL.sub("", k) == key]
     for each in sorted(numbered, key=_call_number):
         for coordinate, local in dump.locals(each).items():
             found.setdefault(coordinate, []).append(local)

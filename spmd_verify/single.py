@@ -32,6 +32,7 @@ from spmd_verify.trajectory import (
     model_snapshot,
     named_buffers,
     named_parameters,
+    parameter_groups,
     restore,
     restore_hyper_parameters,
     snapshot,
@@ -152,6 +153,8 @@ class SingleDevice:
         case = self.twin if in_float64 else self.case
         model, optimizer = self.build(in_float64=in_float64)
         trajectory = Trajectory(aliases=aliases_of(model))
+        names = {id(tensor): name for name, tensor in named_parameters(model)[0].items()}
+        trajectory.groups = parameter_groups(names, optimizer)
         initial = model_snapshot(model)
         for index in range(steps or case.steps):
             if anchors is not None and index > 0:

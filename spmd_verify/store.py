@@ -23,6 +23,7 @@ from spmd_verify.floors import Floor
 from spmd_verify.layouts import Region, take_region
 from spmd_verify.noise import Noise, exact_steps
 from spmd_verify.norms import as_real, is_rounding
+from spmd_verify.record import ExactInfo
 from spmd_verify.single import Reference
 from spmd_verify.trajectory import StepRecord
 from spmd_verify.verdict import ANCHORED_STAGES, CARRIED_STAGES, STAGES
@@ -80,15 +81,23 @@ class Index(msgspec.Struct, kw_only=True):
     entries: list[Entry]
     hyper_parameters: list[dict[str, float]]
     trainable: list[str]
+    groups: list[list[str]] = []
     runs: list[str] = []
     dropped: list[str] = []
     islands: list[str] = []
     notes: list[str] = []
     absent: str | None = None
+    exact: ExactInfo | None = None
 
 
 def write_store(
-    directory: Path, reference: Reference, noise: Noise, *, dtype: str, trainable: list[str]
+    directory: Path,
+    reference: Reference,
+    noise: Noise,
+    *,
+    dtype: str,
+    trainable: list[str],
+    exact: ExactInfo | None = None,
 ) -> None:
     """Write a reference and its floors.
 
@@ -98,6 +107,7 @@ def write_store(
         noise: Its floors.
         dtype: The case's dtype, without `torch.`.
         trainable: Parameters that require grad.
+        exact: What exact mode proved.
     """
     directory.mkdir(parents=True, exist_ok=True)
     entries: list[Entry] = []
@@ -120,11 +130,13 @@ def write_store(
         entries=entries,
         hyper_parameters=reference.run.hyper_parameters,
         trainable=trainable,
+        groups=reference.run.groups,
         runs=list(noise.runs),
         dropped=list(noise.dropped),
         islands=list(noise.islands),
         notes=list(reference.run.notes),
         absent=reference.absent,
+        exact=exact,
     )
     path = directory / INDEX
     Path(f"{path}.part").write_bytes(msgspec.json.encode(index))
@@ -156,6 +168,10 @@ class Store:
     def entry(self, step: int, stage: str, name: str) -> Entry | None:
         """Return what the reference has under this key."""
         return self._entries.get((step, stage, name))
+
+    def draw(self, step: int) -> int:
+        """Return which draw of an exact case's step was taken; see `ExactInfo.draws`."""
+        return self.index.exact.draws[step] if self.index.exact is not None else 0
 
     def names(self, step: int, stage: str) -> list[str]:
         """Return the names of a stage in the reference's order."""
@@ -263,7 +279,8 @@ def _has_signal(
     if stage == "gradients":
         return bool(value.any())
     if stage == "buffers" or (stage == "parameters" and name in trainable):
-        initial = reference.run.steps[0]["initial_state"].get(name)
+        first = reference.run.steps[0]["initial_state"]
+        initial = reference.run.steps[step].get("initial_state", first).get(name)
         return initial is None or not torch.equal(value, initial)
     return True
 

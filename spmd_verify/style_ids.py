@@ -41,9 +41,9 @@ STYLES: Final[tuple[StyleId, ...]] = (
     StyleId("spmd_tp", "engine", "weights split by a tensor-parallel plan", ("tp",), False),
     StyleId("spmd_sp", "engine", "activations split along the sequence", ("sp",), False),
     StyleId("spmd_dp_tp", "engine", "data and tensor parallel together", ("dp", "tp"), False),
-    StyleId("ddp", "torch", "DistributedDataParallel", ("dp",), False),
-    StyleId("fsdp2", "torch", "fully_shard on one axis", ("fsdp",), False),
-    StyleId("hsdp", "torch", "fully_shard on two axes", ("replicate", "shard"), False),
+    StyleId("ddp", "torch", "DistributedDataParallel"),
+    StyleId("fsdp2", "torch", "fully_shard on one axis", ("fsdp",)),
+    StyleId("hsdp", "torch", "fully_shard on two axes", ("replicate", "shard")),
     StyleId("tp", "torch", "parallelize_module, column and row wise", ("tp",), False),
     StyleId("sp", "torch", "tensor parallel with sequence-sharded norms", ("sp",), False),
     StyleId("cp", "torch", "context parallel attention", ("cp",), False),
@@ -66,6 +66,9 @@ ALIASES: Final[dict[str, str]] = {
 GROUPS: Final[tuple[str, ...]] = ("engine", "torch", "user", "all")
 ENGINE: Final[tuple[str, ...]] = tuple(
     style.name for style in STYLES if style.group == "engine" and style.available
+)
+TORCH: Final[tuple[str, ...]] = tuple(
+    style.name for style in STYLES if style.group == "torch" and style.available
 )
 DATA_AXES: Final[frozenset[str]] = frozenset({"dp", "fsdp", "replicate", "shard"})
 _AXIS_TOKENS: Final[tuple[str, ...]] = ("dp", "tp", "sp", "pp", "ep", "cp", "fsdp")

@@ -7,7 +7,7 @@ are global.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -26,11 +26,14 @@ class Observed:
         local: The local tensors held here, one per coordinate.
         layout: One placement per mesh axis (see `layouts`), or None where none is declared.
         coordinates: The position on the mesh of the rank that each local tensor belongs to.
+        write: Where `local` is not the live tensor: writes a global value into the live one,
+            False where it cannot.
     """
 
     local: list[Tensor]
     layout: Any
     coordinates: list[tuple[int, ...]]
+    write: Callable[[Tensor], bool] | None = None
 
 
 Observation = Mapping[str, Mapping[str, Observed]]
@@ -53,6 +56,7 @@ class Trajectory:
             `eval_outputs`.
         aliases: First name of a tied parameter -> its other names.
         hyper_parameters: Per step, the values before it, by name.
+        groups: Per parameter group, the names of its parameters.
         random_states: Per step, torch's generator state after it (uint8).
         notes: What a reader should know, such as "eval forward raised ...".
     """
@@ -60,6 +64,7 @@ class Trajectory:
     steps: list[StepRecord] = field(default_factory=list)
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
     hyper_parameters: list[dict[str, float]] = field(default_factory=list)
+    groups: list[list[str]] = field(default_factory=list)
     random_states: list[Tensor] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -139,6 +144,38 @@ def hyper_parameters(optimizer: Optimizer | Iterable[Optimizer]) -> dict[str, fl
                     isinstance(entry, (int, float)) and not isinstance(entry, bool)
                 ):
                     found[name] = float(entry)
+    return found
+
+
+def parameter_groups(names: Mapping[int, str], optimizer: Any) -> list[list[str]]:
+    """Return, per parameter group, the names of its parameters.
+
+    Args:
+        names: By `id` of the tensor; tensors without a name are left out.
+        optimizer: One optimizer or several.
+    """
+    return [
+        [names[id(tensor)] for tensor in group["params"] if id(tensor) in names]
+        for single in optimizers_of(optimizer)
+        for group in single.param_groups
+    ]
+
+
+def by_parameter(
+    values: Mapping[str, float], groups: Sequence[Sequence[str]]
+) -> dict[tuple[str, str], float]:
+    """Return the numbers of parameter groups as `{(key, parameter): value}`.
+
+    Args:
+        values: What `hyper_parameters` gave.
+        groups: Names per group, in the same order.
+    """
+    found = {}
+    for i, names in enumerate(groups):
+        prefix = f"param_groups[{i}]." if len(groups) > 1 else ""
+        for key, value in values.items():
+            if key.startswith(prefix):
+                found.update({(key.removeprefix(prefix), name): value for name in names})
     return found
 
 

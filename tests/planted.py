@@ -85,7 +85,22 @@ def shift_shard(graph: fx.GraphModule) -> fx.GraphModule:
     return _replaced(graph, node, aten.roll.default, [1], [0])
 
 
+def flipped_low_bit(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose largest element has its lowest bit flipped."""
+    flipped = value.detach().clone().contiguous()
+    bits = flipped.view(torch.int64 if value.dtype == torch.float64 else torch.int32).reshape(-1)
+    bits[int(flipped.abs().argmax())] ^= 1
+    return flipped
+
+
+def flip_low_bit(graph: fx.GraphModule) -> fx.GraphModule:
+    """Flip one low bit in one reduced gradient."""
+    return _replaced(graph, _reduced_gradients(graph)[0], flipped_low_bit)
+
+
 DROPPED = replace(engine.REPLICATE, name="dropped", transformation=drop_reduction)
+FLIPPED = replace(engine.REPLICATE, name="flipped", transformation=flip_low_bit)
+FLIPPED_SHARD = replace(engine.FULLY_SHARD, name="flipped_shard", transformation=flip_low_bit)
 HALVED = replace(engine.REPLICATE, name="halved", transformation=mean_for_sum)
 SCALED = replace(engine.REPLICATE, name="scaled", transformation=scale_gradient)
 SCALED_SHARD = replace(engine.FULLY_SHARD, name="scaled_shard", transformation=scale_gradient)

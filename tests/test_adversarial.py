@@ -17,6 +17,7 @@ from spmd_verify.adversarial_search import with_even_size, with_uneven_size
 from spmd_verify.arguments import parse_arguments
 from spmd_verify.case import load_case
 from spmd_verify.cli import options_from
+from spmd_verify.errors import UsageError
 from spmd_verify.model_build import evaluating
 from spmd_verify.options import MeshSpec, Options
 from spmd_verify.progress import Progress
@@ -372,6 +373,12 @@ def test_the_flag_sets_the_override() -> None:
     for flags, expected in (([], {}), (["--adversarial"], {"inputs": "adversarial"})):
         words = ["model.py", *flags]
         assert options_from(parse_arguments(words), words).overrides == expected
+
+
+def test_exact_mode_has_inputs_of_its_own() -> None:
+    words = ["model.py", "--adversarial", "--exact"]
+    with pytest.raises(UsageError, match="one after the other"):
+        options_from(parse_arguments(words), words)
 
 
 def test_an_eval_forward_leaves_every_module_in_its_mode() -> None:

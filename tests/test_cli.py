@@ -102,7 +102,8 @@ def test_styles_lists_every_id_and_marks_what_is_planned(
     assert cli.main(["styles"]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert "(not yet)" not in lines["fully_shard"]
-    assert "(not yet)" in lines["ddp"]
+    assert "(not yet)" not in lines["ddp"]
+    assert "(not yet)" in lines["zero1"]
 
 
 def test_schema_prints_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,6 +72,12 @@ def _of_rank(seen: Any, rank: int) -> Any:
     }
 
 
+def _felt(seen: Any, name: str) -> None:
+    """Let a wrong gradient reach its parameter, as it does where the optimizer uses it."""
+    for local in seen["parameters"][name].local:
+        local += 1
+
+
 @pytest.mark.parametrize("separate", [False, True])
 def test_shards_of_the_reference_are_exact(bench: Bench, separate: bool) -> None:
     found = _judged(bench, separate=separate)
@@ -88,6 +94,7 @@ def test_a_doubled_shard_is_seen_and_its_element_named_globally(
     def change(run: str, step: int, seen: Any) -> None:
         if step == 1:
             seen["gradients"]["net.0.weight"].local[1] *= 2
+            _felt(seen, "net.0.weight")
 
     found = _judged(bench, change, separate=separate)
     row = next(r for r in found.rows if r.verdict == "mismatch")
@@ -103,10 +110,34 @@ def test_a_doubled_shard_is_seen_and_its_element_named_globally(
     assert row.max_ulp > 1000
 
 
+def test_a_gradient_that_the_optimizer_did_not_use_is_undetermined(bench: Bench) -> None:
+    """Wrong as read, but large enough to show in the parameter, which is right."""
+
+    def change(run: str, step: int, seen: Any) -> None:
+        seen["gradients"]["net.0.weight"].local[1] *= 2
+
+    found = _judged(bench, change)
+    assert found.verdict == "rounding"
+    rows = [r for r in found.rows if (r.stage, r.name) == ("gradients", "net.0.weight")]
+    assert all(row.verdict == "undetermined" for row in rows)
+    assert "not what the optimizer used" in rows[0].unknown["reason"]
+
+
+def test_a_gradient_fault_too_small_for_the_parameter_is_a_mismatch(bench: Bench) -> None:
+    def change(run: str, step: int, seen: Any) -> None:
+        for local in seen["gradients"]["net.0.weight"].local:
+            local *= 1.00001
+
+    found = _judged(bench, change)
+    assert found.first_divergence is not None
+    assert found.first_divergence.tensor == "net.0.weight"
+
+
 def test_a_common_factor_is_fitted_over_all_parts(bench: Bench) -> None:
     def change(run: str, step: int, seen: Any) -> None:
         for local in seen["gradients"]["net.0.weight"].local:
             local *= 0.5
+        _felt(seen, "net.0.weight")
 
     found = _judged(bench, change, separate=True)
     assert found.cause is not None
@@ -177,6 +208,7 @@ def test_a_module_output_alone_is_no_mismatch_but_localises_one(bench: Bench) ->
         change(run, step, seen)
         if step == 0:
             seen["gradients"]["net.3.weight"].local[0] += 1
+            _felt(seen, "net.3.weight")
 
     found = _judged(bench, both)
     assert found.first_divergence is not None
@@ -188,6 +220,7 @@ def test_a_module_output_alone_is_no_mismatch_but_localises_one(bench: Bench) ->
 def test_a_gradient_that_no_rank_shows_is_a_mismatch(bench: Bench) -> None:
     def change(run: str, step: int, seen: Any) -> None:
         del seen["gradients"]["net.0.weight"]
+        _felt(seen, "net.0.weight")
 
     found = _judged(bench, change)
     assert found.cause is not None
@@ -218,6 +251,8 @@ def test_hyper_parameters_are_compared_exactly(bench: Bench) -> None:
     for run in ("free", "anchored"):
         for step, record in enumerate(bench.reference.run.steps):
             seen = {s: {n: _shard(v) for n, v in tensors.items()} for s, tensors in record.items()}
+            if step == 1:
+                _felt(seen, "net.0.weight")
             statistics += compare(bench.store, seen, run=run, step=step, mesh_shape=(2,))
     found = judge(bench.store, statistics, axes={"dp": 2})
     assert found.first_divergence is not None

@@ -10,7 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from spmd_verify.causes import forward, gradients, patterns, shards, state, updates, words
+from spmd_verify.causes import (
+    clips,
+    forward,
+    gradients,
+    means,
+    patterns,
+    positions,
+    shards,
+    state,
+    updates,
+    words,
+)
 from spmd_verify.exhibit import Exhibit
 from spmd_verify.record import Cause, Row
 
@@ -23,40 +34,42 @@ FORWARD: Final[Sequence[Hypothesis]] = (
     forward.unreduced_output,
     patterns.layout,
     forward.whole_factor,
-    forward.position,
+    positions.position,
+    forward.coupled_samples,
     patterns.precision,
 )
 LOSS: Final[Sequence[Hypothesis]] = (
     forward.random_stream,
-    gradients.mean_of_means,
-    gradients.cross_sample,
-    forward.shard_as_sequence,
-    gradients.mean_of_sample_means,
+    means.mean_of_means,
+    means.cross_sample,
+    positions.shard_as_sequence,
+    means.mean_of_sample_means,
     forward.additive_loss,
     forward.whole_factor,
     forward.unreduced_output,
     patterns.precision,
 )
 GRADIENTS: Final[Sequence[Hypothesis]] = (
-    gradients.clipped_before_reduction,
-    gradients.clipped,
+    clips.clipped_before_reduction,
+    clips.clipped,
     gradients.tied,
     gradients.stale,
     gradients.uniform_factor,
     gradients.unused,
     shards.missing_reduction,
     gradients.own_data,
-    gradients.mean_of_means,
-    gradients.mean_of_sample_means,
+    means.mean_of_means,
+    means.mean_of_sample_means,
     gradients.weighted_ranks,
     shards.doubled_rows,
     gradients.loss_term,
     patterns.layout,
-    gradients.cross_sample,
+    gradients.random_stream,
+    means.cross_sample,
     patterns.precision,
-    shards.position,
+    positions.gradient_rows,
 )
-CLIPPING: Final[Sequence[Hypothesis]] = (gradients.clipping,)
+CLIPPING: Final[Sequence[Hypothesis]] = (clips.clipping,)
 STATE: Final[Sequence[Hypothesis]] = (
     patterns.precision,
     state.optimizer_state,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from spmd_verify.causes.patterns import MOST_SLICES
-from spmd_verify.causes.words import cause, listed, meaning, names_of, number, ranks_text, rows_text
-from spmd_verify.exhibit import Exhibit, part_of, subsets
+from spmd_verify.causes.words import cause, listed, meaning, names_of, number
+from spmd_verify.exhibit import Exhibit, subsets
 from spmd_verify.record import Cause, Row
 from spmd_verify.trajectory import named_parameters
 
@@ -25,18 +25,12 @@ def batch_statistics(exhibit: Exhibit, row: Row) -> Cause | None:
     kind = _module_kind(exhibit, row.name)
     if _draws(exhibit, row):
         return None
-    if not _is_own_part(exhibit, row):
+    if not is_own_part(exhibit, row):
         return _other_statistics(exhibit, row, kind)
     is_norm = kind is not None and "Norm" in kind
-    if not is_norm and exhibit.is_chance_open:
-        return None
     layer = f"{row.name} ({kind})" if kind else row.name
     if not is_norm and not _has_statistics(exhibit, row.name):
-        text = (
-            f"{layer} couples samples: on every rank it gives what that rank's part of the "
-            f"batch gives alone, not its rows of the whole batch's"
-        )
-        return cause("cross_sample", text, tensors=[row.name, *affected(exhibit)], ranks=row.ranks)
+        return None
     text = (
         f"{layer} normalises with each rank's own batch statistics: forward equals that of the "
         f"rank's part of the batch alone"
@@ -49,6 +43,21 @@ def batch_statistics(exhibit: Exhibit, row: Row) -> Cause | None:
         remedy="Use SyncBatchNorm (torch.nn.SyncBatchNorm.convert_sync_batchnorm), or a "
         "normalisation within the sample",
     )
+
+
+def coupled_samples(exhibit: Exhibit, row: Row) -> Cause | None:
+    """`cross_sample`: an output is what this rank's part of the batch gives alone."""
+    if exhibit.is_chance_open or not is_own_part(exhibit, row):
+        return None
+    if not any(exhibit.is_data_axis(axis) for axis in exhibit.wide_axes):
+        return None
+    kind = _module_kind(exhibit, row.name)
+    layer = f"{row.name} ({kind})" if kind else row.name
+    text = (
+        f"{layer} couples samples: on every rank it gives what that rank's part of the batch over "
+        f"{', '.join(exhibit.wide_axes)} gives alone, not its rows of the whole batch's"
+    )
+    return cause("cross_sample", text, tensors=[row.name, *affected(exhibit)], ranks=row.ranks)
 
 
 def _other_statistics(exhibit: Exhibit, row: Row, kind: str | None) -> Cause | None:
@@ -81,7 +90,7 @@ def _other_statistics(exhibit: Exhibit, row: Row, kind: str | None) -> Cause | N
     )  # fmt: skip
 
 
-def _is_own_part(exhibit: Exhibit, row: Row) -> bool:
+def is_own_part(exhibit: Exhibit, row: Row) -> bool:
     """Say whether every rank's tensor is what one device gives on that rank's part."""
     held = exhibit.locals(row)
     if len(exhibit.distinct_parts) < 2 or not held:
@@ -99,11 +108,11 @@ def _is_own_part(exhibit: Exhibit, row: Row) -> bool:
 
 def _module_kind(exhibit: Exhibit, name: str) -> str | None:
     """Return the class of the module that an output is named after."""
-    module = _module(exhibit, name)
+    module = module_of(exhibit, name)
     return None if module is None else type(module).__name__
 
 
-def _module(exhibit: Exhibit, name: str) -> torch.nn.Module | None:
+def module_of(exhibit: Exhibit, name: str) -> torch.nn.Module | None:
     """Return the module that an output is named after."""
     path = name.partition("[")[0].partition("#")[0]
     model, _ = exhibit.runs.device.build()
@@ -117,14 +126,14 @@ def _module(exhibit: Exhibit, name: str) -> torch.nn.Module | None:
 
 def _has_statistics(exhibit: Exhibit, name: str) -> bool:
     """Say whether a module keeps running statistics."""
-    module = _module(exhibit, name)
+    module = module_of(exhibit, name)
     return module is not None and any(
         "running" in n for n, _ in module.named_buffers(recurse=False)
     )
 
 
 def _draws(exhibit: Exhibit, row: Row) -> bool:
-    """Say whether the module draws random numbers in training: dropout by name, or by experiment."""
+    """Say whether the module draws random numbers: dropout by name, or by experiment."""
     return exhibit.experiments.get("no_random") is True or "Dropout" in (
         _module_kind(exhibit, row.name) or ""
     )
@@ -164,12 +173,12 @@ def _masks_alike(exhibit: Exhibit, row: Row) -> str:
 
 def additive_bias(exhibit: Exhibit, row: Row) -> Cause | None:
     """`additive`: a wrong output is the right one and k times a parameter of its module."""
-    module = _module(exhibit, row.name)
+    module = module_of(exhibit, row.name)
     held, whole = exhibit.locals(row), exhibit.reference(row)
     local = next(iter(held.values()), None)
     if module is None or local is None:
         return None
-    excess = _excess(exhibit, row)
+    excess = excess_of(exhibit, row)
     if excess is None:
         return None
     parameters = named_parameters(module)[0]
@@ -205,7 +214,7 @@ def _times_text(k: float, exhibit: Exhibit) -> str:
     return ""
 
 
-def _excess(exhibit: Exhibit, row: Row) -> Tensor | None:
+def excess_of(exhibit: Exhibit, row: Row) -> Tensor | None:
     """Return candidate minus reference of a module output, sharded rows in place."""
     found = exhibit.assembled(row)
     return None if found is None else found - exhibit.reference(row)
@@ -270,7 +279,7 @@ def partial_over(exhibit: Exhibit, row: Row) -> tuple[tuple[str, ...], str] | No
 
 def whole_factor(exhibit: Exhibit, row: Row) -> Cause | None:
     """`factor` on an output or the loss: `candidate = k x reference` on every rank."""
-    excess, whole = _excess(exhibit, row), exhibit.reference(row)
+    excess, whole = excess_of(exhibit, row), exhibit.reference(row)
     if excess is None or not bool(whole.any()):
         return None
     k = 1.0 + float((excess * whole).sum() / whole.square().sum())
@@ -292,7 +301,10 @@ def additive_loss(exhibit: Exhibit, row: Row) -> Cause | None:
         return None
     values = [float(local.reshape(-1)[0]) for local in held.values()]
     tolerance = 4.0 * exhibit.tolerance(row)
-    for excess in {values[0] - whole, math.fsum(values) / len(values) - whole}:
+    excesses = [math.fsum(values) / len(values) - whole]
+    if max(values) - min(values) > tolerance:
+        excesses.append(values[0] - whole)
+    for excess in excesses:
         for axis in exhibit.wide_axes:
             size = exhibit.axes[axis]
             if abs(excess - math.log(size)) <= tolerance:
@@ -331,112 +343,6 @@ def _counted_term(exhibit: Exhibit, row: Row, excess: float, tolerance: float) -
     return None
 
 
-def position(exhibit: Exhibit, row: Row) -> Cause | None:
-    """`position`: the first rank is right, later ones or boundary rows are wrong."""
-    held, whole = exhibit.locals(row), exhibit.reference(row)
-    tolerance = 4.0 * exhibit.tolerance(row)
-    regions = exhibit.regions(row)
-    wrong, right = [], []
-    for part, coordinates in regions.items():
-        local = held[coordinates[0]]
-        if tuple(local.shape) != part.shape:
-            return None
-        off = float((local - part_of(whole, part)).norm()) > tolerance
-        (wrong if off else right).extend(exhibit.rank_of(at) for at in coordinates)
-    if wrong and right and min(right) == 0:
-        rows = _rows_of(exhibit, row, regions, tolerance)
-        text = (
-            f"{row.name} is right on {ranks_text(right)} and wrong on {ranks_text(wrong)}{rows}: "
-            f"positions, masks or offsets start anew on every rank of "
-            f"{', '.join(exhibit.wide_axes)} instead of going on"
-        )
-        tensors = [row.name, *affected(exhibit)]
-        return cause("position", text, tensors=tensors, ranks=sorted(wrong))
-    summed = _some_rows_of_sum(exhibit, row, tolerance)
-    if summed is not None:
-        return summed
-    found = _excess(exhibit, row)
-    if found is None or found.ndim < 2:
-        return None
-    return _boundary(exhibit, row, found, tolerance)
-
-
-def _some_rows_of_sum(exhibit: Exhibit, row: Row, tolerance: float) -> Cause | None:
-    """Say that the sum over an axis is right for some rows: a lookup with local offsets."""
-    held, whole = exhibit.locals(row), exhibit.reference(row)
-    if whole.ndim < 2 or any(local.shape != whole.shape for local in held.values()):
-        return None
-    kind = _module_kind(exhibit, row.name) or ""
-    for axis in exhibit.wide_axes:
-        for line in exhibit.lines(axis, held):
-            for value in (torch.stack([held[at] for at in line]).sum(0), held[line[0]]):
-                off = (value - whole).flatten(0, -2).norm(dim=1) > tolerance
-                if "Embedding" not in kind or not bool(off.any()) or bool(off.all()):
-                    continue
-                text = (
-                    f"{row.name}: what the ranks of {axis} look up is right for some indices and "
-                    f"wrong for {int(off.sum())} of {off.numel()}: a rank other than rank 0 uses "
-                    f"indices local to its shard instead of global ones (offset of the vocabulary)"
-                )
-                tensors = [row.name, *affected(exhibit)]
-                return cause("position", text, tensors=tensors, ranks=row.ranks, axis=axis)
-    return None
-
-
-def _rows_of(exhibit: Exhibit, row: Row, regions: dict, tolerance: float) -> str:  # type: ignore[type-arg]
-    """Return the wrong indices of the sharded dim in global coordinates."""
-    whole, held = exhibit.reference(row), exhibit.locals(row)
-    wrong: set[int] = set()
-    dim = next(
-        (d for d in range(whole.ndim) if len({part.ranges[d] for part in regions}) > 1), None
-    )
-    if dim is None:
-        return ""
-    for part, coordinates in regions.items():
-        error = (held[coordinates[0]] - part_of(whole, part)).movedim(dim, 0)
-        sizes = error.reshape(error.shape[0], -1).norm(dim=1)
-        indices = [i for low, high in part.ranges[dim] for i in range(low, high)]
-        wrong.update(i for i, size in zip(indices, sizes.tolist(), strict=True) if size > tolerance)
-    return f" (indices {rows_text(sorted(wrong))} of dim {dim})" if wrong else ""
-
-
-def _boundary(exhibit: Exhibit, row: Row, excess: Tensor, tolerance: float) -> Cause | None:
-    """Say that only slices next to a shard's end are wrong."""
-    for dim in range(1, excess.ndim):
-        size = excess.shape[dim]
-        sizes = excess.movedim(dim, 0).reshape(size, -1).norm(dim=1)
-        wrong = [int(i) for i in (sizes > tolerance).nonzero().flatten()]
-        if not wrong or len(wrong) > size // 2:
-            continue
-        for axis in exhibit.wide_axes:
-            step = -(-size // exhibit.axes[axis])
-            edges = {i * step - 1 for i in range(1, exhibit.axes[axis])} | {
-                i * step for i in range(1, exhibit.axes[axis])
-            }
-            if set(wrong) <= edges:
-                text = (
-                    f"{row.name} is wrong only at indices {rows_text(wrong)} of dim {dim}, the "
-                    f"borders of the shards of {axis}: what crosses a border is lost"
-                )
-                tensors = [row.name, *affected(exhibit)]
-                return cause("position", text, tensors=tensors, ranks=row.ranks, axis=axis)
-    return None
-
-
-def shard_as_sequence(exhibit: Exhibit, row: Row) -> Cause | None:
-    """`position`: each rank's loss takes its shard of the sequence for a whole one."""
-    axes = [axis for axis in exhibit.wide_axes if not exhibit.is_data_axis(axis)]
-    if not axes or not _is_own_part(exhibit, row) or exhibit.weights is not None:
-        return None
-    over = ", ".join(axes)
-    text = (
-        f"{row.name}: each rank of {over} computes it as if its shard were the whole sequence: "
-        f"labels, positions or masks that cross a shard border are lost"
-    )
-    tensors = [row.name, *affected(exhibit)]
-    return cause("position", text, tensors=tensors, ranks=row.ranks, axis=axes[0])
-
-
 def explained(exhibit: Exhibit, row: Row) -> str | None:
     """Say how a differing output is right after all, None where nothing explains it.
 
@@ -449,9 +355,9 @@ def explained(exhibit: Exhibit, row: Row) -> str | None:
         return "its rows are rows of the single-device output"
     held = exhibit.locals(row)
     whole = tuple(row.shape)
-    if held and all(tuple(local.shape) == whole for local in held.values()):
-        if _is_own_part(exhibit, row) and not _has_rows(exhibit, whole):
-            return "it is that of this rank's part of the batch"
+    is_whole = bool(held) and all(tuple(local.shape) == whole for local in held.values())
+    if is_whole and is_own_part(exhibit, row) and not _has_rows(exhibit, whole):
+        return "it is that of this rank's part of the batch"
     return None
 
 
@@ -467,6 +373,8 @@ def rows_found(exhibit: Exhibit, row: Row) -> bool:
     if not parts or wholes[0].ndim == 0:
         return False
     tolerance = 4.0 * max(exhibit.tolerance(r) for r in calls)
+    callers = {at for held in exhibit.called(row.stage, base) for at in held}
+    is_everywhere = len(callers) == len(exhibit.dump.ranks)
     for dim in range(wholes[0].ndim):
         shapes = {_without(value.shape, dim) for value in [*wholes, *parts]}
         if len(shapes) > 1 or len({value.ndim for value in [*wholes, *parts]}) > 1:
@@ -475,12 +383,11 @@ def rows_found(exhibit: Exhibit, row: Row) -> bool:
                                   for v in values]) for values in (wholes, parts))  # fmt: skip
         if max(len(right), len(left)) > MOST_SLICES:
             continue
-        # Both ways: a slice that no rank has is as wrong as one that nobody should have.
         near = torch.cdist(left, right)
-        if (
-            max(float(near.min(dim=1).values.max()), float(near.min(dim=0).values.max()))
-            <= tolerance
-        ):
+        is_known = float(near.min(dim=1).values.max()) <= tolerance
+        # A slice that no rank has is wrong too, unless some ranks did not call the module.
+        is_covered = float(near.min(dim=0).values.max()) <= tolerance or not is_everywhere
+        if is_known and is_covered:
             return True
     return False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import torch
@@ -13,6 +14,8 @@ from spmd_verify.record import Cause, Row
 
 # Slices compared pair by pair; more of them are not searched for an order.
 MOST_SLICES: Final = 1024
+# Elements to which flat buffers are padded: none, and powers of two as libraries use them.
+ALIGNMENTS: Final = (1, 2, 4, 8, 16, 32, 64, 128)
 # Significant bits of the lower precisions, hidden bit included (IEEE 754 binary16; bfloat16).
 LOWER: Final[dict[str, torch.dtype]] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -30,7 +33,7 @@ def layout(exhibit: Exhibit, row: Row) -> Cause | None:
     if how is None:
         return None
     rows = [r for r in exhibit.mismatches(row.stage) if r.name == row.name or _also(exhibit, r)]
-    text = f"{row.name} equals the reference {how}"
+    text = f"{row.name} equals the reference {how}, over {', '.join(exhibit.wide_axes)}"
     return cause("layout", text, ranks=row.ranks, tensors=names_of(rows))
 
 
@@ -66,9 +69,9 @@ def rearranged(found: Tensor, whole: Tensor, tolerance: float) -> str | None:
     """Say by which rearrangement a tensor becomes the reference, None if by none."""
     if found.shape != whole.shape or float((found - whole).norm()) <= tolerance:
         return None
-    if found.ndim >= 2 and found.shape[-1] == found.shape[-2]:
-        if float((found.transpose(-1, -2) - whole).norm()) <= tolerance:
-            return "transposed (rows and columns exchanged; transpose it back)"
+    is_square = found.ndim >= 2 and found.shape[-1] == found.shape[-2]
+    if is_square and float((found.transpose(-1, -2) - whole).norm()) <= tolerance:
+        return "transposed (rows and columns exchanged; transpose it back)"
     if found.ndim == 2:
         swapped = found.reshape(found.shape[::-1]).transpose(0, 1)
         if float((swapped - whole).norm()) <= tolerance:
@@ -90,36 +93,61 @@ def _shuffled(found: Tensor, whole: Tensor, tolerance: float) -> str | None:
 
 
 def flat_offset(exhibit: Exhibit, row: Row) -> Cause | None:
-    """`layout`: the update is what other places of the flattened parameters get."""
+    """`layout`: a parameter got the values, or the update, of other places of a flat buffer."""
     rows = [r for r in exhibit.stage_rows("parameters") if exhibit.locals(r)]
-    updates, starts, at = [], {}, 0
-    for each in rows:
-        before = before_step(exhibit, each)
-        if before is None:
-            return None
-        starts[each.name] = at
-        updates.append((exhibit.reference(each) - before).reshape(-1))
-        at += updates[-1].numel()
     found, before = exhibit.assembled(row), before_step(exhibit, row)
-    if found is None or before is None or row.name not in starts or at > 1 << 22:
+    if found is None or before is None or sum(_size(r) for r in rows) > 1 << 22:
         return None
-    flat, own = torch.cat(updates), (found - before).reshape(-1)
     tolerance = 4.0 * exhibit.tolerance(row)
-    if own.numel() < 2 or float(own.norm()) <= 8.0 * tolerance:
+    for what, own, all_of in (
+        ("values", found, exhibit.reference),
+        ("update", found - before, lambda r: _update(exhibit, r)),
+    ):
+        values = {r.name: value for r in rows if (value := all_of(r)) is not None}
+        if len(values) < len(rows):
+            continue
+        for align in ALIGNMENTS:
+            shift = _shift(own.reshape(-1), row.name, values, align, tolerance)
+            if shift is not None:
+                text = (
+                    f"{row.name} got the {what} of other elements: offset by {shift} in the "
+                    f"flattened parameters (buffer offsets, padding to {align} or the order of a "
+                    f"gather are wrong)"
+                )
+                names = names_of(exhibit.mismatches("parameters"))
+                return cause("layout", text, tensors=names, ranks=row.ranks)
+    return None
+
+
+def _size(row: Row) -> int:
+    return math.prod(row.shape)
+
+
+def _update(exhibit: Exhibit, row: Row) -> Tensor | None:
+    """Return the reference's update of a parameter."""
+    before = before_step(exhibit, row)
+    return None if before is None else exhibit.reference(row) - before
+
+
+def _shift(
+    own: Tensor, name: str, values: dict[str, Tensor], align: int, tolerance: float
+) -> int | None:
+    """Return how far from its place in the packed values a vector is found, None if nowhere."""
+    pieces, start, at = [], 0, 0
+    for other, value in values.items():
+        start = at if other == name else start
+        padded = -(-value.numel() // align) * align
+        pieces.append(torch.nn.functional.pad(value.reshape(-1), (0, padded - value.numel())))
+        at += padded
+    flat = torch.cat(pieces)
+    if own.numel() < 4 or float(own.norm()) <= 8.0 * tolerance:
         return None
     probe = int(own.abs().argmax())
     for place in ((flat - own[probe]).abs() <= tolerance).nonzero().flatten().tolist():
-        start = place - probe
-        if start < 0 or start + own.numel() > at or start == starts[row.name]:
-            continue
-        if float((flat[start : start + own.numel()] - own).norm()) <= tolerance:
-            shift = start - starts[row.name]
-            text = (
-                f"{row.name} got the update of other elements: offset by {shift} in the flattened "
-                f"parameters (buffer offsets or gather order are wrong)"
-            )
-            names = names_of(exhibit.mismatches("parameters"))
-            return cause("layout", text, tensors=names, ranks=row.ranks)
+        first = place - probe
+        inside = first >= 0 and first + own.numel() <= at and first != start
+        if inside and float((flat[first : first + own.numel()] - own).norm()) <= tolerance:
+            return first - start
     return None
 
 
@@ -191,16 +219,16 @@ def precision(exhibit: Exhibit, row: Row) -> Cause | None:
             )
             return cause("precision", text, ranks=row.ranks, tensors=names)
     relative = _relative(exhibit, row)
-    if relative is not None and row.stage != "initial_state":
+    if relative is not None and row.stage in ("module_outputs", "loss", "gradients"):
         for dtype, kind in LOWER.items():
             eps = torch.finfo(kind).eps
-            if row.dtype not in LOWER and 0.02 * eps <= relative <= 1.0 * eps:
-                if _is_noise(exhibit, row):
-                    text = (
-                        f"{listed(names)}: relative error {relative:.1e}, that of values rounded "
-                        f"to {dtype} ({eps:.1e})"
-                    )
-                    return cause("precision", text, ranks=row.ranks, tensors=names)
+            is_near = row.dtype not in LOWER and 0.02 * eps <= relative <= eps
+            if is_near and _is_noise(exhibit, row):
+                text = (
+                    f"{listed(names)}: relative error {relative:.1e}, that of values rounded "
+                    f"to {dtype} ({eps:.1e})"
+                )
+                return cause("precision", text, ranks=row.ranks, tensors=names)
     if exhibit.experiments.get("float64"):
         text = f"{listed(names)}: the difference vanishes in float64: a matter of precision"
         return cause("precision", text, ranks=row.ranks, tensors=names)

@@ -68,8 +68,8 @@ def _summed(
     exhibit: Exhibit,
     axis: str,
     sums: dict,
-    owners: dict,  # type: ignore[type-arg]
-) -> dict:  # type: ignore[type-arg]
+    owners: dict,
+) -> dict:
     """Return sums along an axis over ranks that hold the same part."""
     found = {}
     for line in exhibit.lines(axis, sums):
@@ -84,7 +84,7 @@ def _all_right(
     owners: dict,
     whole: Tensor,
     divisor: float,
-    tolerance: float,  # type: ignore[type-arg]
+    tolerance: float,
 ) -> bool:
     """Say whether every rank's sum is its part of the reference."""
     return all(
@@ -166,37 +166,3 @@ def _shard_factors(exhibit: Exhibit, row: Row, tolerance: float) -> Cause | None
     kind = "double_reduction" if is_double and len(off) < len(factors) else "factor"
     text = f"{row.name}: the part of {ranks_text(ranks)} is {shown} x the reference"
     return cause(kind, text, tensors=[row.name], ranks=sorted(set(ranks)))
-
-
-def position(exhibit: Exhibit, row: Row) -> Cause | None:
-    """`position`: rows of a gradient that belong to ranks > 0 or to shard borders are wrong."""
-    found, whole = exhibit.assembled(row), exhibit.reference(row)
-    if found is None or found.ndim == 0:
-        return None
-    size = found.shape[0]
-    tolerance = exhibit.tolerance(row)
-    error = (found - whole).reshape(size, -1).norm(dim=1)
-    wrong = [int(i) for i in (error > tolerance).nonzero().flatten()]
-    if not wrong or len(wrong) == size:
-        return None
-    zero = [i for i in wrong if not bool(found[i].any()) and bool(whole[i].any())]
-    extra = [i for i in wrong if bool(found[i].any()) and not bool(whole[i].any())]
-    regions = exhibit.regions(row)
-    owners = {
-        exhibit.rank_of(at)
-        for part, coordinates in regions.items()
-        for at in coordinates
-        if part.ranges and any(low <= i < high for i in wrong for low, high in part.ranges[0])
-    }
-    if not (zero or extra or (len(regions) > 1 and 0 not in owners)):
-        return None
-    said = [f"rows {rows_text(wrong)} of {size} are wrong"]
-    if zero:
-        said.append(f"rows {rows_text(zero)} never get their gradient")
-    if extra:
-        said.append(f"rows {rows_text(extra)} get one though one device gives them none")
-    text = (
-        f"{row.name}: {'; '.join(said)}: indices (positions, vocabulary or padding) are local "
-        f"to a rank of {', '.join(exhibit.wide_axes)} instead of global"
-    )
-    return cause("position", text, tensors=[row.name], ranks=sorted(owners))

@@ -17,18 +17,37 @@ def inputs(exhibit: Exhibit, row: Row) -> Cause | None:
     )
     argument = exhibit.seen.arguments.get(row.name)
     if argument is None:
-        text = f"{row.name} is not what the reference has there"
-        if row.worst is not None and not row.shape:
-            text = f"{row.name} is {row.worst.actual:.9g}, expected {row.worst.expected:.9g}"
-            if row.worst.expected:
-                text += f" ({number(row.worst.actual / row.worst.expected)} x)"
+        rows = [r for r in exhibit.rows if r.stage == "inputs" and r.step == row.step]
+        numbers = [r for r in rows if r.verdict == row.verdict and not exhibit.is_known(r)]
+        text = "; ".join(map(_number_text, numbers)) or (
+            f"{row.name} is not what the reference has there"
+        )
         return cause("inputs", text, ranks=row.ranks, tensors=[row.name, *affected])
+    if not argument.is_known:
+        if exhibit.is_chance_open:
+            return None
+        if exhibit.experiments.get("no_random"):
+            text = (
+                f"{row.name}: {_seen_text(argument)}; the difference vanishes when nothing random "
+                f"is drawn: random numbers that one device does not draw are in the data"
+            )
+            return cause("random_stream", text, ranks=row.ranks, tensors=[row.name, *affected])
     return cause(
         "inputs",
         f"{row.name}: {_seen_text(argument)}",
         ranks=row.ranks,
         tensors=[row.name, *affected],
     )
+
+
+def _number_text(row: Row) -> str:
+    """Say what a hyper-parameter is and what it should be."""
+    if row.worst is None:
+        return f"{row.name} differs"
+    text = f"{row.name} is {row.worst.actual:.9g}, expected {row.worst.expected:.9g}"
+    if row.worst.expected:
+        text += f" ({number(row.worst.actual / row.worst.expected)} x)"
+    return text
 
 
 def _seen_text(argument: Argument) -> str:

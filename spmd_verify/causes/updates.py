@@ -13,7 +13,9 @@ from spmd_verify.trajectory import optimizers_of
 
 def frozen_moved(exhibit: Exhibit, row: Row) -> Cause | None:
     """`unused`: a frozen parameter moved."""
-    if row.name in exhibit.store.index.trainable:
+    before = before_step(exhibit, row)
+    is_moving = before is None or bool((exhibit.reference(row) != before).any())
+    if row.name in exhibit.store.index.trainable or is_moving:
         return None
     text = f"{row.name} is frozen, yet it moved"
     return cause(
@@ -22,7 +24,7 @@ def frozen_moved(exhibit: Exhibit, row: Row) -> Cause | None:
 
 
 def _unmoved(exhibit: Exhibit, row: Row) -> bool:
-    """Say whether the candidate still has the parameter of the step before, while one device moved."""
+    """Say whether the candidate still has the parameter of the step before."""
     found, before = exhibit.assembled(row), before_step(exhibit, row)
     if found is None or before is None:
         return False
@@ -105,8 +107,7 @@ def _stuck_rows(exhibit: Exhibit, row: Row, before: Tensor, tolerance: float) ->
 
 def optimizer_on_shards(exhibit: Exhibit, row: Row) -> Cause | None:
     """`optimizer_sharded`: the update is what the optimizer makes of a shard alone."""
-    regions = exhibit.regions(row)
-    if len(regions) < 2 or not exhibit.is_right("gradients"):
+    if not exhibit.is_right("gradients"):
         return None
     names = names_of(exhibit.mismatches("parameters"))
     by_rank = _update_factors(exhibit, row)
@@ -132,6 +133,8 @@ def _update_factors(exhibit: Exhibit, row: Row) -> dict[int, float] | None:
         return None
     held, whole = exhibit.locals(row), exhibit.reference(row)
     found: dict[int, float] = {}
+    if len(exhibit.regions(row)) == 1:
+        return _block_factors(exhibit, row, before)
     for part, coordinates in exhibit.regions(row).items():
         right = part_of(whole, part) - part_of(before, part)
         power = float(right.square().sum())
@@ -148,10 +151,35 @@ def _update_factors(exhibit: Exhibit, row: Row) -> dict[int, float] | None:
     return found if len(values) > 1 and max(values) - min(values) > 1e-5 else None
 
 
+def _block_factors(exhibit: Exhibit, row: Row, before: Tensor) -> dict[int, float] | None:
+    """Return the factor of every block of a whole parameter, cut as ranks would own it."""
+    found = exhibit.assembled(row)
+    if found is None or found.ndim == 0:
+        return None
+    own, right = found - before, exhibit.reference(row) - before
+    for axis in exhibit.wide_axes:
+        for dim in range(found.ndim):
+            blocks = list(
+                zip(*(v.chunk(exhibit.axes[axis], dim) for v in (own, right)), strict=True)
+            )
+            factors: list[float] = []
+            for mine, due in blocks:
+                power = float(due.square().sum())
+                k = float((mine * due).sum()) / power if power else 1.0
+                off = float((mine - k * due).norm())
+                if off > 4.0 * exhibit.tolerance(row) + 1e-4 * float(mine.norm()):
+                    break
+                factors.append(k)
+            is_whole = len(factors) == len(blocks) > 1
+            if is_whole and max(factors) - min(factors) > 1e-5:
+                return dict(enumerate(factors))
+    return None
+
+
 def _is_shardwise(exhibit: Exhibit, row: Row) -> bool:
     """Say whether running the optimizer on one rank's shards alone gives that rank's update."""
     at = next(iter(exhibit.locals(row)), None)
-    if at is None or exhibit.step > 0:
+    if at is None or exhibit.step > 0 or len(exhibit.regions(row)) < 2:
         return False
     gradient_rows = {r.name: r for r in exhibit.stage_rows("gradients")}
     shards: dict[str, nn.Parameter] = {}

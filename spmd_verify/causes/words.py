@@ -72,7 +72,7 @@ def meaning(k: float, tolerance: float, axes: Mapping[str, int]) -> tuple[str, s
         ):
             if abs(k / value - 1.0) <= tolerance:
                 return text, names[0]
-    ratio = Fraction(k).limit_denominator(64)
+    ratio = Fraction(k).limit_denominator(24)
     if ratio and abs(k / float(ratio) - 1.0) <= tolerance:
         return f"{ratio.numerator}/{ratio.denominator}" if ratio.denominator > 1 else str(
             ratio.numerator

@@ -6,12 +6,13 @@ Torch-free. Numbers are formatted here and handed to tabulate as strings with
 
 import math
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final
 
+import msgspec
 from tabulate import tabulate
 
 from spmd_verify.exit_codes import fails
-from spmd_verify.record import Cell, Record, Row
+from spmd_verify.record import Cell, ExactInfo, Record, Row
 from spmd_verify.verdict import LIMITS
 
 _HEADERS: Final = ("style", "mesh", "verdict", "worst tensor", "error / noise", "exercised")
@@ -48,11 +49,17 @@ def _table(record: Record) -> str:
     """Return the table of cells; with a column for the case where there are several."""
     has_cases = len({cell.case for cell in record.cells}) > 1
     has_dtypes = len({cell.dtype for cell in record.cells}) > 1
+    has_probes = any("probe" in cell.unknown for cell in record.cells)
     headers = ["case"] * has_cases + ["dtype"] * has_dtypes + [*_HEADERS, "fallbacks"]
     lines = [
         [cell.case] * has_cases + [cell.dtype] * has_dtypes + _cell_line(cell)
         for cell in record.cells
     ]
+    if has_probes:
+        at = headers.index("verdict") + 1
+        headers.insert(at, "sgd probe")
+        for cell, line in zip(record.cells, lines, strict=True):
+            line.insert(at, str(cell.unknown.get("probe", {}).get("verdict", _NOTHING)))
     return str(tabulate(lines, headers=headers, disable_numparse=True))
 
 
@@ -87,6 +94,8 @@ def _failure(cell: Cell) -> str:
     cause = (row.cause if row else None) or cell.cause
     if cause is not None:
         residual = f" (residual {_number(cause.residual)} x noise)"
+        if not math.isfinite(cause.residual):
+            residual = ""  # there is no noise
         lines.append(f"  cause: {cause.kind}: {cause.text}{residual}")
         if cause.remedy:
             lines.append(f"  remedy: {cause.remedy}")
@@ -109,6 +118,8 @@ def _divergence(cell: Cell, row: Row | None) -> list[str]:
         )
     if row is not None:
         ratio = f"{_number(row.ratio)} x the noise" if row.ratio is not None else "no noise floor"
+        if not row.noise and (differing := row.unknown.get("differing")):
+            ratio = f"{differing} of {math.prod(row.shape)} elements differ where no bit may"
         ranks = f", ranks {_ranges(row.ranks)}" if row.ranks else ""
         lines.append(f"  {ratio}{ranks}")
     if first.operator:
@@ -158,7 +169,8 @@ def _summary(record: Record) -> str:
     strict = bool(record.settings.get("strict"))
     failed = [cell for cell in judged if fails(cell, strict=strict)]
     lines = [f"{len(failed)} of {len(judged)} cells fail{_others(record.cells, judged)}"]
-    shares = [(share, cell) for cell in judged if (share := _share(cell)) is not None]
+    measured = [cell for cell in judged if not cell.counts.get("mismatch")]
+    shares = [(share, cell) for cell in measured if (share := _share(cell)) is not None]
     if not failed and shares:
         share, cell = max(shares, key=lambda pair: pair[0])
         assert cell.worst is not None
@@ -174,14 +186,39 @@ def _summary(record: Record) -> str:
         )
     lines += [
         f"warning: {cell.id} reports another value than it trains with; --strict fails for it"
+        + (f": {cell.cause.text}" if cell.cause else "")
         for cell in judged
         if cell.verdict not in ("mismatch", "semantic") and cell.counts.get("mismatch")
     ]
     lines += [
         f"note: {cell.id}: {cell.message}" for cell in judged if cell.message and cell not in failed
     ]
+    lines += [_exactness(*pair) for pair in record.unknown.get("exact", {}).items()]
     for address, notes in record.unknown.get("notes", {}).items():
         lines += [f"note: {address}: {note}" for note in notes]
+    return "\n".join(lines)
+
+
+def _exactness(address: str, found: Any) -> str:
+    """Say what exact mode proved of a case: `record.ExactInfo`, or its JSON form.
+
+    Surrogates of backward kernels are in the record only.
+    """
+    info = msgspec.convert(found, ExactInfo, from_attributes=True)
+    used = f"{info.bits} of {info.precision} bits used"
+    where = f" ({info.where})" if info.where else ""
+    lines = [f"exact: {address}: {used}{where}"]
+    if info.doubts:
+        lines = [f"not exact: {address}: {info.doubts[0]}; the rest: {used}{where}"]
+        lines += [f"  also in doubt: {why}" for why in info.doubts[1:]]
+    places: dict[str, list[str]] = {}
+    for surrogate in info.surrogates:
+        name, _, place = surrogate.partition(" at ")
+        if not place.startswith("backward"):
+            places.setdefault(name, []).append(place)
+    if places:
+        told = (f"{name} ({', '.join(found)})" for name, found in places.items())
+        lines.append(f"  surrogates for: {', '.join(told)}")
     return "\n".join(lines)
 
 

@@ -20,7 +20,9 @@ from spmd_verify.compare import (
     fitting_parts,
     hyper_parameter_differences,
 )
-from spmd_verify.errors import SpmdVerifyError
+from spmd_verify.errors import SpmdVerifyError, Unsupported
+from spmd_verify.exact_case import ExactCase
+from spmd_verify.exact_grid import is_power
 from spmd_verify.layouts import region
 from spmd_verify.runner.dumping import DumpTaker
 from spmd_verify.single import evaluates_after
@@ -35,6 +37,9 @@ class Drive:
     """One cell in one process.
 
     Attributes:
+        dump: Takes copies of everything seen, if set.
+        steps: How many to run; the case's unless set lower.
+        is_anchored: Whether there is an anchored run.
         statistics: What was compared so far.
         notes: What the report says besides.
     """
@@ -46,8 +51,6 @@ class Drive:
         context: StyleContext,
         store: Store,
         note: Callable[[str], None],
-        dump: DumpTaker | None = None,
-        steps: int | None = None,
     ) -> None:
         """Remember what to run.
 
@@ -57,18 +60,16 @@ class Drive:
             context: Where this process stands on the mesh.
             store: The reference.
             note: Says what is being done.
-            dump: Takes copies of everything seen.
-            steps: Fewer steps than the case's.
         """
         self.style = style
         self.case = case
         self.context = context
         self.store = store
         self.note = note
-        self.dump = dump
-        self.steps = case.steps if steps is None else steps
+        self.dump: DumpTaker | None = None
+        self.steps = case.steps
         self.mesh_shape = tuple(context.axes.values())
-        self.is_anchored = self.steps > 1
+        self.is_anchored = True
         self.statistics: list[Statistics] = []
         self.notes: list[str] = []
 
@@ -81,6 +82,10 @@ class Drive:
         Raises:
             Unsupported: The style does not take the case.
         """
+        if isinstance(self.case, ExactCase):
+            self.is_anchored = False
+            return self._run_exact(self.case)
+        self.is_anchored = self.steps > 1
         self.note("building the free run")
         free = self.style.build(self.case, self.context)
         self._compare("free", 0, {"initial_state": _initial_state(free)})
@@ -96,6 +101,29 @@ class Drive:
             self._evaluate(free)
         return facts
 
+    def _run_exact(self, case: ExactCase) -> dict[str, Any]:
+        """Run and compare every step alone, from its own drawn state.
+
+        Raises:
+            Unsupported: `not-exact`, where the style may divide by a number of ranks that is
+                no power of two.
+        """
+        _refuse_odd_axes(self.style, self.context.axes)
+        facts: dict[str, Any] = {}
+        for index in range(case.steps):
+            self.note(f"building step {index}")
+            alone = case.at(index, self.store.draw(index))
+            run = self.style.build(alone, self.context)
+            self._compare("free", index, {"initial_state": _initial_state(run)})
+            self._compare_hyper_parameters(run, index)
+            self.note(f"step {index}")
+            batch = alone.batch(0)
+            alone.seed_step(0)
+            self._compare("free", index, run.step(0, batch))
+            self._compare("free", index, run.state())
+            facts = facts or dict(run.facts())
+        return facts
+
     def _run_anchored(self) -> None:
         """Run the anchored build; its step 0 is the free run's and is not compared again."""
         self.note("building the anchored run")
@@ -103,12 +131,13 @@ class Drive:
         self._step(anchored, 0, "anchored")
         for index in range(1, self.steps):
             unknown = anchor(anchored, self.store, index, self.mesh_shape)
-            if unknown:
+            if self.context.any_rank(bool(unknown)):
                 self.is_anchored = False
-                self.notes.append(
-                    f"no anchored run: nobody says which part of {', '.join(unknown[:3])} a rank "
-                    f"holds, so it cannot be restored; the free run decides alone"
-                )
+                if unknown:
+                    self.notes.append(
+                        f"no anchored run: nobody says which part of {', '.join(unknown[:3])} a "
+                        f"rank holds, so it cannot be restored; the free run decides alone"
+                    )
                 return
             self._compare("anchored", index, self._step(anchored, index, "anchored"))
             self._compare_carried(anchored, index)
@@ -149,7 +178,12 @@ class Drive:
         """Compare learning rates and the like before a step of the free run."""
         values = hyper_parameters(run.optimizers())
         self.statistics += hyper_parameter_differences(
-            self.store, values, run="free", step=index, coordinate=self.context.coordinates[0]
+            self.store,
+            values,
+            run="free",
+            step=index,
+            coordinate=self.context.coordinates[0],
+            groups=run.parameter_groups(),
         )
 
     def _evaluate(self, run: StyleRun) -> None:
@@ -191,7 +225,12 @@ def anchor(run: StyleRun, store: Store, index: int, mesh_shape: tuple[int, ...])
         for name, seen in tensors.items():
             if store.entry(index - 1, stage, name) is None:
                 continue
-            if not _write(seen, store, (index - 1, stage, name), mesh_shape):
+            key = (index - 1, stage, name)
+            if seen.write is not None:
+                is_written = seen.write(store.expected(*key))
+            else:
+                is_written = _write(seen, store, key, mesh_shape)
+            if not is_written:
                 unknown.append(name)
     optimizers = run.optimizers()
     if optimizers:
@@ -224,6 +263,22 @@ def _write(
                 return False
             local.copy_(store.expected(*key, fitting[0]))
     return True
+
+
+def _refuse_odd_axes(style: Style, axes: Mapping[str, int]) -> None:
+    """Refuse exact mode where a mean over ranks would round.
+
+    Raises:
+        Unsupported: `not-exact`.
+    """
+    odd = {name: size for name, size in axes.items() if not is_power(size)}
+    if odd and getattr(style, "may_divide", True):
+        name, size = next(iter(odd.items()))
+        raise Unsupported(
+            f"Not exact: {style.name} may divide by the {size} ranks of {name}, which is no power "
+            f"of two. Use 2 or 4 ranks, or run without --exact",
+            slug="not-exact",
+        )
 
 
 def _initial_state(run: StyleRun) -> dict[str, Observed]:

@@ -34,8 +34,8 @@ class DumpTaker:
                 for local, coordinate in zip(seen.local, seen.coordinates, strict=True):
                     held = self._held.setdefault(coordinate, {})
                     key = unique(f"{run}|{step}|{stage}|{name}", held)
-                    fits = layout is not None and shape is not None
-                    if fits and not partial_axes(layout):
+                    fits = layout is not None
+                    if shape is not None and fits and not partial_axes(layout):
                         part = region(shape, layout, self.mesh_shape, coordinate)
                         fits = part.shape == tuple(local.shape)
                     held[key] = Entry(local.detach().clone(), shape, layout if fits else None)

@@ -12,13 +12,17 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import nn
 
 from spmd_verify import noise, styles
 from spmd_verify.adversarial_case import AdversarialCase
 from spmd_verify.adversarial_search import with_even_size, with_uneven_size
 from spmd_verify.case import LoadedCase, load_case
 from spmd_verify.compare import Statistics
+from spmd_verify.exact_case import ExactCase
+from spmd_verify.exact_reference import make_exact_reference
 from spmd_verify.judge import Judgement, judge
+from spmd_verify.planting.planted import PlantedStyle
 from spmd_verify.record import Cell
 from spmd_verify.runner.drive import Drive
 from spmd_verify.runner.dumping import DumpTaker
@@ -41,7 +45,7 @@ from spmd_verify.single import make_reference
 from spmd_verify.store import Store, write_store
 from spmd_verify.styles.base import Style, StyleContext, mesh_coordinates
 from spmd_verify.styles.user import mesh_of
-from spmd_verify.trajectory import named_parameters
+from spmd_verify.trajectory import named_parameters, optimizers_of
 
 
 @job
@@ -73,6 +77,7 @@ def describe_case(context: Context, payload: bytes) -> bytes:
             },
             overrides=even,
             engine_overrides=uneven,
+            setups=[name for name, hooks in case.hooks.styles.items() if hooks.setup is not None],
         )
     )
 
@@ -95,21 +100,48 @@ def write_reference(context: Context, payload: bytes) -> bytes:
     spec = decode(payload, ReferenceSpec)
     case = loaded(context, spec.case)
     context.note("reference runs on one device")
+    info = None
     with case.on_one_device():
-        device, reference = make_reference(case)
-    context.note("noise runs")
-    measured = noise.measure(device, reference)
+        if isinstance(case, ExactCase):
+            found = make_exact_reference(case)
+            device, reference, measured, info = found.parts
+        else:
+            device, reference = make_reference(case)
+    if info is None:
+        context.note("noise runs")
+        measured = noise.measure(device, reference)
     context.note("writing the reference")
-    parameters = named_parameters(device.build()[0])[0]
+    model, optimizer = device.build()
+    parameters = named_parameters(model)[0]
     write_store(
         Path(spec.store_path),
         reference,
         measured,
         dtype=spec.case.dtype,
         trainable=[name for name, tensor in parameters.items() if tensor.requires_grad],
+        exact=info,
     )
-    notes = case.changes.notes if isinstance(case, AdversarialCase) else ()
-    return encode(ReferenceReport(notes=[*notes, *_reference_notes(reference, measured)]))
+    changed = case.changes.notes if isinstance(case, AdversarialCase) else ()
+    return encode(
+        ReferenceReport(
+            notes=[*changed, *_reference_notes(reference, measured)],
+            is_sgd=all(type(each) is torch.optim.SGD for each in optimizers_of(optimizer)),
+            is_stepped=info is not None or _is_stepped(case, model, optimizer),
+            exact=info,
+        )
+    )
+
+
+def _is_stepped(case: LoadedCase, model: nn.Module, optimizer: Any) -> bool:
+    """Say whether a step steps the optimizer it is given; only asked where SGD stands in."""
+    if case.overrides.get("optimizer") != "sgd":
+        return True
+    calls: list[object] = []
+    for single in optimizers_of(optimizer):
+        single.register_step_post_hook(lambda *_: calls.append(None))
+    case.seed_step(0)
+    case.step(model, optimizer, case.batch(0))
+    return bool(calls)
 
 
 def _reference_notes(reference: Any, measured: noise.Noise) -> list[str]:
@@ -133,13 +165,16 @@ def run_cell(context: Context, payload: bytes) -> bytes:
     case = loaded(context, spec.case)
     mesh = _style_context(context, spec)
     store = Store(spec.store_path)
-    dump = DumpTaker(store, tuple(spec.axes.values())) if spec.dump_path else None
-    steps = None if spec.last_step < 0 else spec.last_step + 1
     style = styles.find(spec.style, case)
-    run = Drive(style, case, mesh, store, context.note, dump=dump, steps=steps)
+    planted = None if spec.fault is None else PlantedStyle(style, spec.fault, store)
+    run = Drive(planted or style, case, mesh, store, context.note)
+    if spec.last_step >= 0:
+        run.steps = spec.last_step + 1
+    if spec.dump_path:
+        run.dump = DumpTaker(store, tuple(spec.axes.values()))
     facts = run.run()
-    if dump is not None:
-        dump.write(spec.dump_path, mesh)
+    if run.dump is not None:
+        run.dump.write(spec.dump_path, mesh)
     return encode(
         CellReport(
             statistics=encode(run.statistics),
@@ -147,6 +182,7 @@ def run_cell(context: Context, payload: bytes) -> bytes:
             collectives=dict(facts.get("collectives", {})),
             captures=int(facts.get("captures", 0)),
             notes=[*run.notes, *facts.get("notes", ())],
+            watched=None if planted is None else planted.watched(run.statistics),
             facts={**facts.get("facts", {}), "is_anchored": run.is_anchored},
         )
     )
@@ -191,6 +227,8 @@ def _located(
 ) -> tuple[str, str | None] | None:
     """Run the free build up to a step and ask what that step would compute differently."""
     case = loaded(context, spec.case)
+    if isinstance(case, ExactCase):
+        case, step = case.at(step, Store(spec.store_path).draw(step)), 0
     run = style.build(case, _style_context(context, spec))
     for index in range(step):
         case.seed_step(index)
@@ -245,9 +283,16 @@ def _cell(request: JudgeRequest, reports: list[CellReport], judgement: Judgement
             "captures": reports[0].captures,
             "growth": judgement.growth,
             "undetermined_elements": judgement.undetermined_elements,
+            **_watched(reports),
             "facts": _merged_facts(reports),
         },
     )
+
+
+def _watched(reports: list[CellReport]) -> dict[str, Any]:
+    """Return what planting a fault saw, by process; nothing for a cell without one."""
+    seen = [report.watched for report in reports if report.watched is not None]
+    return {"watched": msgspec.to_builtins(seen)} if seen else {}
 
 
 def _merged_facts(reports: list[CellReport]) -> dict[str, Any]:

@@ -11,6 +11,9 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from spmd_verify.certificate import Sensitivity
+from spmd_verify.planting.faults import Fault, Watched
+from spmd_verify.record import ExactInfo
 from spmd_verify.runner.failures import Failure
 
 _T = TypeVar("_T")
@@ -21,6 +24,7 @@ CELL_JOB = "spmd_verify.runner.jobs:run_cell"
 JUDGE_JOB = "spmd_verify.runner.jobs:judge_cell"
 EXAMINE_JOB = "spmd_verify.examine:examine_cell"
 LOCATE_JOB = "spmd_verify.runner.jobs:locate_operator"
+SURVEY_JOB = "spmd_verify.runner.survey:survey"
 
 
 class CaseSpec(msgspec.Struct, frozen=True):
@@ -53,6 +57,7 @@ class CaseReport(msgspec.Struct, frozen=True):
         meshes: What `mesh_NAME()` says, by style.
         overrides: What loading decided: put over the case's overrides from now on.
         engine_overrides: The same where only the engine's styles run.
+        setups: Styles whose `setup_NAME` builds the optimizer.
     """
 
     path: str
@@ -63,6 +68,7 @@ class CaseReport(msgspec.Struct, frozen=True):
     meshes: dict[str, dict[str, int]] = {}
     overrides: dict[str, str] = {}
     engine_overrides: dict[str, str] = {}
+    setups: list[str] = []
 
 
 class ReferenceSpec(msgspec.Struct, frozen=True):
@@ -77,9 +83,15 @@ class ReferenceReport(msgspec.Struct, frozen=True):
 
     Attributes:
         notes: What a reader should know: runs dropped, float64 absent, islands.
+        is_sgd: Whether the case trains with `torch.optim.SGD` only.
+        is_stepped: Whether a step steps the optimizer that the case builds.
+        exact: What exact mode proved; None in other modes.
     """
 
     notes: list[str]
+    is_sgd: bool = False
+    is_stepped: bool = True
+    exact: ExactInfo | None = None
 
 
 class CellSpec(msgspec.Struct, frozen=True):
@@ -93,6 +105,7 @@ class CellSpec(msgspec.Struct, frozen=True):
         store_path: Where the reference is.
         is_lockstep: Whether one process holds all ranks.
         timeout_seconds: Time limit of the cell.
+        fault: Planted into the style, for certificates.
         dump_path: Folder to dump what ranks hold into; empty for none.
         last_step: The last step to run, -1 for the case's.
     """
@@ -104,6 +117,7 @@ class CellSpec(msgspec.Struct, frozen=True):
     store_path: str
     is_lockstep: bool
     timeout_seconds: float
+    fault: Fault | None = None
     dump_path: str = ""
     last_step: int = -1
 
@@ -134,6 +148,7 @@ class CellReport(msgspec.Struct, frozen=True):
         collectives: Collectives of one step by kind.
         captures: How often the step was captured.
         notes: What the report says besides, such as why an eval forward failed.
+        watched: What planting a fault saw.
         facts: What examinations ask of the style, such as its wrappers; plain values.
     """
 
@@ -142,6 +157,7 @@ class CellReport(msgspec.Struct, frozen=True):
     collectives: dict[str, int]
     captures: int
     notes: list[str]
+    watched: Watched | None = None
     facts: dict[str, Any] = {}
 
 
@@ -151,6 +167,22 @@ class JudgeRequest(msgspec.Struct, frozen=True):
     cell: CellSpec
     parts: list[bytes]
     seconds: float
+
+
+class Survey(msgspec.Struct, frozen=True):
+    """What a reference has to plant faults in.
+
+    Attributes:
+        parameters: Trainable ones that move in the first step.
+        buffers: Floating ones that it writes.
+        unmoved: Those of both that move by no more than their noise.
+        sensitivities: Of every gradient.
+    """
+
+    parameters: list[str]
+    buffers: list[str]
+    unmoved: list[str]
+    sensitivities: list[Sensitivity]
 
 
 class ExamineRequest(msgspec.Struct, frozen=True):

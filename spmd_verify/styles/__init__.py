@@ -22,6 +22,9 @@ _HOMES: Final[dict[str, str]] = {
     "fully_shard": "spmd_verify.styles.graph:FULLY_SHARD",
     "default": "spmd_verify.styles.graph:DEFAULT",
     "dtensor_expand": "spmd_verify.styles.graph:DTENSOR_EXPAND",
+    "ddp": "spmd_verify.styles.torch_ddp:STYLE",
+    "fsdp2": "spmd_verify.styles.torch_fsdp:STYLE",
+    "hsdp": "spmd_verify.styles.torch_fsdp:HYBRID",
 }
 
 

@@ -48,6 +48,16 @@ class StyleContext:
             self.cell[key] = make()
         return self.cell[key]
 
+    def any_rank(self, flag: bool) -> bool:
+        """Say whether something is so on any rank. Collective; what ranks do next depends on it."""
+        import torch.distributed as dist
+
+        if self.is_lockstep or not dist.is_initialized() or dist.get_world_size() == 1:
+            return flag
+        said = torch.tensor([float(flag)], device=self.device)
+        dist.all_reduce(said, op=dist.ReduceOp.MAX)
+        return bool(said)
+
     def device_mesh(self) -> Any:
         """Return the torch DeviceMesh of the running process group."""
         from torch.distributed.device_mesh import init_device_mesh
@@ -75,6 +85,10 @@ class StyleRun(Protocol):
         """Return the optimizers; their groups hold the live hyper-parameters."""
         ...
 
+    def parameter_groups(self) -> list[list[str]] | None:
+        """Return the parameters of every group; None where they are grouped as on one device."""
+        ...
+
     def evaluate(self, batch: Any) -> Mapping[str, Observed] | None:
         """Run one eval forward on the global batch; None where the style has none."""
         ...
@@ -97,10 +111,16 @@ class Style(Protocol):
     Attributes:
         name: Its id in `spmd-verify styles`.
         runners: The runners that can run it.
+
+    A style that never divides by a number of ranks may say so with `may_divide = False`; exact
+    mode takes any mesh then.
     """
 
-    name: str
-    runners: frozenset[str]
+    @property
+    def name(self) -> str: ...  # noqa: D102 - above
+
+    @property
+    def runners(self) -> frozenset[str]: ...  # noqa: D102 - above
 
     def build(self, case: LoadedCase, context: StyleContext) -> StyleRun:
         """Build model, optimizer and parallel step on this rank, or on all in lockstep.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Protocol
 
 import torch
@@ -25,10 +26,15 @@ from spmd_verify.parts import WHOLE, rank_part
 from spmd_verify.seeding import seed_all
 from spmd_verify.single import labels
 from spmd_verify.styles.base import Observation, Observed, StyleContext
+from spmd_verify.styles.gathering import Places, gathered, places
 from spmd_verify.styles.inference import Ambiguous, infer
 from spmd_verify.styles.local_parts import is_distributed, is_wrapper, local_part
-from spmd_verify.trajectory import flatten, optimizers_of
+from spmd_verify.trajectory import flatten, optimizers_of, parameter_groups
 
+# Stages whose tensors `gather_NAME` is asked about.
+GATHERED_STAGES: Final = frozenset(
+    {"gradients", "clipping", "parameters", "buffers", "optimizer_state"}
+)
 # A second tensor of one name on this rank, see `observe.Observer`.
 _COPY: Final = re.compile(r"@\d+$")
 
@@ -42,8 +48,11 @@ class Recipe(Protocol):
             `semantic`, not `mismatch`.
     """
 
-    name: str
-    is_per_rank: bool
+    @property
+    def name(self) -> str: ...  # noqa: D102 - above
+
+    @property
+    def is_per_rank(self) -> bool: ...  # noqa: D102 - above
 
     def apply(self, case: LoadedCase, model: nn.Module, mesh: Any) -> tuple[nn.Module, Any]:
         """Return the parallel model, and its optimizer where the style builds its own."""
@@ -61,6 +70,15 @@ class Recipe(Protocol):
 
     def layout(self, case: LoadedCase, name: str, axes: Mapping[str, int]) -> Any:
         """Return the declared layout of a plain parameter, None where none is declared."""
+        ...
+
+    @property
+    def has_gather(self) -> bool:
+        """Say whether the style puts plain tensors together itself."""
+        ...
+
+    def gather(self, case: LoadedCase, name: str, parts: list[Tensor]) -> Tensor | None:
+        """Return the global tensor of what the ranks hold, in rank order; None if it does not."""
         ...
 
     def checked_part(self, path: str, size: int, axis: str, ranks: int) -> None:
@@ -95,13 +113,21 @@ class EagerStyle:
         Raises:
             Unsupported: Under lockstep, which has no ranks; an ambiguous layout.
         """
+        self.check_runner(context)
+        return EagerRun(self.recipe, case, context)
+
+    def check_runner(self, context: StyleContext) -> None:
+        """Refuse lockstep.
+
+        Raises:
+            Unsupported: `needs-processes`.
+        """
         if context.is_lockstep:
             raise Unsupported(
                 f"{self.name} trains real modules with real collectives, which lock-step has "
                 f"not. Use --runner processes",
                 slug="needs-processes",
             )
-        return EagerRun(self.recipe, case, context)
 
 
 class EagerRun:
@@ -119,6 +145,9 @@ class EagerRun:
         self.names = Names(model)
         self.argument_names = positional_names(model)
         self.is_entered = True
+        self._local_shapes: dict[str, tuple[int, ...]] = {}
+        self._places: dict[tuple[str, tuple[int, ...]], Places | None] = {}
+        self.extra_notes: list[str] = []
         whole = {
             name: tensors[0].detach().clone()
             for kind in (self.names.parameters(model), self.names.buffers(model))
@@ -129,6 +158,9 @@ class EagerRun:
         self.model, optimizer = recipe.apply(case, model, self.mesh)
         self.optimizer = case.optimizer(self.model) if optimizer is None else optimizer
         self.layouts = self._layouts(whole)
+        self.optimizer_steps = 0
+        for single in self.optimizers():
+            single.register_step_post_hook(self._on_optimizer_step)
 
     def step(self, index: int, batch: Any) -> Observation:
         """Run one training step; see `StyleRun.step`."""
@@ -172,6 +204,17 @@ class EagerRun:
         """Return the optimizers; their groups are live."""
         return optimizers_of(self.optimizer)
 
+    def parameter_groups(self) -> list[list[str]] | None:
+        """Return the parameters of every group; None where the optimizer holds other tensors."""
+        if self.names.foreign(self.model, self.optimizer):
+            return None
+        names = {
+            id(tensor): name
+            for name, tensors in self.names.parameters(self.model).items()
+            for tensor in tensors
+        }
+        return parameter_groups(names, self.optimizer)
+
     def evaluate(self, batch: Any) -> Mapping[str, Observed] | None:
         """Run one eval forward on this rank's part."""
         part = self._part(batch)
@@ -193,14 +236,21 @@ class EagerRun:
             "facts": {
                 "wrappers": wrappers,
                 "is_entered": self.is_entered,
+                "is_per_rank": self.recipe.is_per_rank,
+                "optimizer_steps": self.optimizer_steps,
                 "foreign": self.names.foreign(self.model, self.optimizer),
                 "optimizers": [type(single).__name__ for single in self.optimizers()],
                 "layouts": {name: describe(layout) for name, (layout, _) in self.layouts.items()},
             },
         }
 
+    def _on_optimizer_step(self, *_: Any) -> None:
+        """Count the steps of optimizers."""
+        self.optimizer_steps += 1
+
     def _notes(self) -> Iterator[str]:
         """Say what was inferred, and what of the optimizer is not the model's."""
+        yield from self.extra_notes
         inferred = {
             name: describe(layout)
             for name, (layout, is_inferred) in self.layouts.items()
@@ -224,6 +274,10 @@ class EagerRun:
         for named in (self.names.parameters(self.model), self.names.buffers(self.model)):
             for name, tensors in named.items():
                 declared = self.recipe.layout(self.case, name, self.axes)
+                is_gathered = self.recipe.has_gather and not is_distributed(tensors[0])
+                self._local_shapes[name] = tuple(tensors[0].shape)
+                if is_gathered and self._local_shapes[name] != self.shapes[name]:
+                    continue
                 if declared is not None:
                     found[name] = (declared, False)
                 elif not is_distributed(tensors[0]):
@@ -255,6 +309,9 @@ class EagerRun:
         Gradients and state follow their parameter where they have its local shape; numbers,
         such as a step counter, are whole; of state of other shapes nobody says what it is.
         """
+        gathered = self._gathered(stage, name, values)
+        if gathered is not None:
+            return gathered
         local, layout = local_part(values[0], self.mesh, self.axes)
         locals_ = [local, *(local_part(value, self.mesh, self.axes)[0] for value in values[1:])]
         if layout is None and stage in ("gradients", "clipping", "parameters", "buffers"):
@@ -264,6 +321,34 @@ class EagerRun:
             if layout is None and not local.ndim:
                 layout = (WHOLE,) * len(self.axes)
         return Observed(locals_, layout, [self.coordinate] * len(locals_))
+
+    def _gathered(self, stage: str, name: str, values: list[Tensor]) -> Observed | None:
+        """Return the global tensor that `gather_NAME` makes of what the ranks hold. Collective."""
+        key = (name, tuple(values[0].shape))
+        if stage not in GATHERED_STAGES or not self.recipe.has_gather or len(values) > 1:
+            return None
+        if name not in self.shapes or is_distributed(values[0]):
+            return None
+        shape = tuple(values[0].shape)
+        if shape == self.shapes[name] or shape != self._local_shapes.get(name):
+            return None  # whole, so that every rank's copy is compared; or state of another shape
+        gather = partial(self.recipe.gather, self.case)
+        value = gathered(gather, name, values[0])
+        if value is None or tuple(value.shape) != self.shapes[name]:
+            return None
+        if key not in self._places:
+            self._places[key] = places(gather, name, values[0], value)
+        place = self._places[key]
+
+        def write(whole: Tensor) -> bool:
+            if place is None:
+                return False
+            flat = values[0].reshape(-1).clone()
+            flat[place[0]] = whole.reshape(-1)[place[1]].to(flat.dtype)
+            values[0].copy_(flat.reshape(values[0].shape))
+            return True
+
+        return Observed([value], (WHOLE,) * len(self.axes), [self.coordinate], write)
 
     def _plain_layout(self, name: str, local: Tensor) -> Any:
         """Return the layout of a plain tensor that belongs to a parameter or buffer."""
@@ -275,16 +360,18 @@ class EagerRun:
 
     def _part(self, batch: Any) -> Any:
         """Return this rank's part of a global batch, where the model is."""
-        part = rank_part(
-            self.case,
-            self.recipe.name,
-            self.axes,
-            self.coordinate,
-            batch,
-            self.recipe.checked_part,
-        )
-        device = self.context.device
-        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), part)
+        return part_of(self.recipe, self.case, self.context, batch)
+
+
+def part_of(recipe: Recipe, case: LoadedCase, context: StyleContext, batch: Any) -> Any:
+    """Return this rank's part of a global batch, where the model is.
+
+    Raises:
+        Unsupported: The recipe does not take parts of this size.
+    """
+    at = context.coordinates[0]
+    part = rank_part(case, recipe.name, context.axes, at, batch, recipe.checked_part)
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(context.device), part)
 
 
 def refuse_uneven(style: str, path: str, size: int, axis: str, ranks: int) -> None:

@@ -59,12 +59,14 @@ class GraphStyle:
         mode: `(case, context, mesh) -> ParallelMode`.
         transformation: Rewrites the local graph of the training step; for planted faults.
         runners: The runners that can run it.
+        may_divide: Whether it may divide by a number of ranks; see `base.Style`.
     """
 
     name: str
     mode: ModeFactory
     transformation: Transformation | None = None
     runners: frozenset[str] = frozenset({"processes", "lockstep"})
+    may_divide: bool = False
 
     def build(self, case: LoadedCase, context: StyleContext) -> GraphRun:
         """Build model, optimizer and compiled step.
@@ -131,6 +133,10 @@ class GraphRun:
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers; the engine reads their groups at every call."""
         return optimizers_of(self.optimizer)
+
+    def parameter_groups(self) -> list[list[str]] | None:
+        """Return None: the optimizer is the case's own."""
+        return None
 
     def evaluate(self, batch: Any) -> Mapping[str, Observed] | None:
         """Run one eval forward, compiled under the same mode."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from spmd_verify.case import LoadedCase
 from spmd_verify.errors import CaseError
@@ -105,6 +105,17 @@ class UserRecipe:
             slug="layout-hook",
         )
 
+    @property
+    def has_gather(self) -> bool:
+        """Say whether the file has `gather_NAME`."""
+        return self.hooks.gather is not None
+
+    def gather(self, case: LoadedCase, name: str, parts: list[Tensor]) -> Tensor | None:
+        """Call `gather_NAME(name, local_tensors)`."""
+        assert self.hooks.gather is not None, "has_gather says so"
+        with UserCode(f"gather_{self.name}()", path=case.path, slug="hook-raised"):
+            return self.hooks.gather(name, parts)
+
     def checked_part(self, path: str, size: int, axis: str, ranks: int) -> None:
         """Refuse only what leaves a rank without samples: how parts are weighed is judged."""
         refuse_empty(self.name, path, size, axis, ranks)
@@ -126,11 +137,11 @@ def mesh_of(case: LoadedCase, name: str) -> dict[str, int] | None:
         return None
     with UserCode(f"mesh_{name}()", path=case.path, slug="hook-raised"):
         declared = hook() if not inspect.signature(hook).parameters else None
-    is_mesh = isinstance(declared, Mapping) and bool(declared)
-    if not is_mesh or not all(isinstance(n, int) and n > 0 for n in declared.values()):
+    sizes = dict(declared) if isinstance(declared, Mapping) else {}
+    if not sizes or not all(isinstance(n, int) and n > 0 for n in sizes.values()):
         raise CaseError(
             f"mesh_{name}() gives no mesh: {case.path}. Got {declared!r}. Expected a dict such "
             f'as {{"dp": 2, "tp": 2}}',
             slug="mesh-hook",
         )
-    return {str(axis): int(size) for axis, size in declared.items()}
+    return {str(axis): int(size) for axis, size in sizes.items()}

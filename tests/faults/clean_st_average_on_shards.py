@@ -2,6 +2,7 @@
 shard by shard, uneven and empty shards included, or on whole tensors under DDP. Both are right.
 Compare https://github.com/pytorch/pytorch/issues/117742 (shard-wise averages)
 """
+
 import copy
 
 import torch

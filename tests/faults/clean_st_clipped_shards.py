@@ -2,6 +2,7 @@
 largest element, always active. The norm is that of the whole gradient on every rank.
 Compare https://github.com/radixark/miles_diffusion/pull/35 (local norm in the log)
 """
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F

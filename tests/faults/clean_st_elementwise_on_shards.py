@@ -2,6 +2,7 @@
 and LAMB do - but it is element by element (a softened Lion), so shards are enough.
 Compare https://github.com/facebookresearch/fairscale/issues/767 (which optimizers may be sharded)
 """
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F

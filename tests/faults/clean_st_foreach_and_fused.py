@@ -2,6 +2,7 @@
 device the default. They round differently, nothing else.
 Compare https://github.com/horovod/horovod/issues/1548 (fusion that moves the last digits)
 """
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -57,6 +58,4 @@ def setup_foreach_shards(model, mesh):
     return model, torch.optim.AdamW(model.parameters(), foreach=True, **SETTINGS)
 
 
-EXPECT = {
-    name: {"verdict": "pass"} for name in ("loop", "fused", "foreach", "foreach_shards")
-}
+EXPECT = {name: {"verdict": "pass"} for name in ("loop", "fused", "foreach", "foreach_shards")}

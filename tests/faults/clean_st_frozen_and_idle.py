@@ -2,6 +2,7 @@
 gradient. Neither moves, on one device or on three.
 Compare https://github.com/facebookresearch/fairscale/issues/605 (frozen by grad = None)
 """
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F

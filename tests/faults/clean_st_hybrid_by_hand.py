@@ -2,6 +2,7 @@
 all-reduce over the other, flat update, all-gather. The model's own gradients stay local.
 Compare https://github.com/pytorch/torchtitan/pull/3847 (hybrid and plain sharding, order of sums)
 """
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

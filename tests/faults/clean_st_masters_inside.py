@@ -2,6 +2,7 @@
 model after every step; the model's parameters are never seen by the optimizer. It is right.
 Compare https://github.com/NVIDIA/Megatron-LM/issues/5974 (masters and model copies)
 """
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

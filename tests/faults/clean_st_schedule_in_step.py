@@ -2,6 +2,7 @@
 device and once on every rank. The rate changes between steps, equally.
 Compare https://github.com/huggingface/diffusers/issues/3954 (schedules under several processes)
 """
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F

@@ -2,6 +2,7 @@
 of its own - instead of `state`, cut as the shards are cut. Parameters are right.
 Compare https://github.com/NVIDIA/Megatron-LM/issues/5974 (what an optimizer reads)
 """
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F

@@ -2,6 +2,7 @@
 empty, wrapped whole, by layer, or without resharding after forward. All are right.
 Compare https://github.com/pytorch/torchtitan/pull/4535 (sizes that do not divide)
 """
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F

@@ -2,6 +2,7 @@
 the local part (`kept`), is dropped (`dropped`) or zeroed (`zeroed`); the weights are right.
 Compare https://github.com/NVIDIA/Megatron-LM/issues/1446 (a gradient read before its last step)
 """
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

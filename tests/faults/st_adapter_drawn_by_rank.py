@@ -2,6 +2,7 @@
 draws its own. The twin draws it from the seed all ranks share.
 Class: https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/5396 (replicated adapter, unequal start)
 """
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

@@ -2,6 +2,7 @@
 one replica hold the same half, the other replica has the rest. The twin cuts with the tp index.
 Class: https://github.com/Modalities/modalities/pull/426 (parts that repeat)
 """
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -69,8 +70,11 @@ class _Collect(torch.autograd.Function):
 
 def _cut(model, mesh, index):
     group = mesh.get_group("tp")
-    for module, key, dim in ((model.rise, "weight", 0), (model.rise, "bias", 0),
-                             (model.fall, "weight", 1)):
+    for module, key, dim in (
+        (model.rise, "weight", 0),
+        (model.rise, "bias", 0),
+        (model.fall, "weight", 1),
+    ):
         part = getattr(module, key).detach().chunk(mesh["tp"].size(), dim)[index]
         setattr(module, key, nn.Parameter(part.clone()))
     model.collect = lambda partial: _Collect.apply(partial, group)

@@ -2,6 +2,7 @@
 and head included, which so count twice. The twin sums those of the cut tensors only.
 Class: https://github.com/ROCm/TransformerEngine/pull/715 (replicated weights taken as sharded)
 """
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

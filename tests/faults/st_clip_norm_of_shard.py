@@ -2,6 +2,7 @@
 rank scales by another factor. The twin calls clip_grad_norm_, which reduces the norm.
 Class: https://github.com/huggingface/optimum-habana/pull/2280 (clipping that sees a shard)
 """
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F

@@ -2,6 +2,7 @@
 statistics; `bad_decayed` sums the averages after the decay, which counts the old value W times.
 The twin sums the batch statistics. Class: https://github.com/ZhikangNiu/encodec-pytorch/issues/15
 """
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

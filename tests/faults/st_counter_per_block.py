@@ -2,6 +2,7 @@
 in every turn, owner or not, so it runs W times too fast. The twin counts once a step.
 Class: https://github.com/deepspeedai/DeepSpeed/pull/6550 (a step counter of sharded state)
 """
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -50,8 +51,9 @@ class BlockAdam(torch.optim.Optimizer):
                 if not self.count_each_block:
                     state["step"] += 1
                 tensors = (p, p.grad, state["exp_avg"], state["exp_avg_sq"])
-                for owner, rows in enumerate(zip(*(t.chunk(self.blocks) for t in tensors),
-                                                 strict=True)):
+                for owner, rows in enumerate(
+                    zip(*(t.chunk(self.blocks) for t in tensors), strict=True)
+                ):
                     if self.count_each_block:
                         state["step"] += 1
                     if owner == self.mine:

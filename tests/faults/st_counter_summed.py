@@ -2,6 +2,7 @@
 buffer over the ranks, so after one update the count is W. The twin broadcasts rank 0's.
 Class: https://github.com/huggingface/pytorch-image-models/issues/110 (what ranks do with buffers)
 """
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

@@ -2,6 +2,7 @@
 rows again - these are what is gathered. The twin leaves decay to the optimizer.
 Class: https://github.com/NVIDIA/Megatron-LM/issues/5974 (equal gradients, another step)
 """
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

@@ -2,6 +2,7 @@
 runs over 3 of 10 rows, 1 on the last of four ranks. The twin sums squares and counts over all.
 Class: https://github.com/facebookresearch/fairscale/issues/767 (Adafactor on flattened shards)
 """
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

@@ -2,6 +2,7 @@
 back to back, so everything behind the first odd-sized tensor comes back shifted. The twin unpacks
 at the aligned offsets. Class: https://github.com/NVIDIA/Megatron-LM/pull/6500 (flat layouts)
 """
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

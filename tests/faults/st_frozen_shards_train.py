@@ -2,6 +2,7 @@
 requires a gradient: the frozen weights train. The twin passes the flag on.
 Class: https://github.com/facebookresearch/fairscale/pull/721 (frozen weights that were trained)
 """
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

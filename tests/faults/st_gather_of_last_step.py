@@ -2,6 +2,7 @@
 copy": every rank trains with the weights of the step before. The twin fills it after the update.
 Class: https://github.com/deepspeedai/DeepSpeed/issues/5294 (overlap that reads too early)
 """
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

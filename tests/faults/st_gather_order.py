@@ -2,6 +2,7 @@
 gathered list is in rank order of the flattened group; `bad` reads it as if parts ran down the first
 axis. Class: https://github.com/vllm-project/vllm/pull/36242 (a gather that rearranges)
 """
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

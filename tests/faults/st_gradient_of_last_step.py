@@ -2,6 +2,7 @@
 it hands out the bucket that was reduced one step ago. The twin hands out the one just reduced.
 Class: https://github.com/deepspeedai/DeepSpeed/issues/5294 (double-buffered gradient buckets)
 """
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

@@ -2,6 +2,7 @@
 hands the optimizer one flat list, so the second group is lost. The twin regroups by name.
 Class: https://github.com/huggingface/accelerate/issues/2926 (other hyper-parameters in parallel)
 """
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F

@@ -2,6 +2,7 @@
 random state that the last rank has already advanced (it drew a preview). `good` resets before DDP,
 which broadcasts rank 0's. Class: https://github.com/allenai/OLMo-core/pull/307
 """
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F

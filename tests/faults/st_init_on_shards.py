@@ -2,6 +2,7 @@
 draws the same numbers, so the halves of a matrix repeat. The twin draws whole tensors from the
 seed and distributes them. Class: https://github.com/pytorch/pytorch/issues/168058
 """
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F

@@ -2,6 +2,7 @@
 channels first: same shape, taps and channels mixed. The twin undoes the permutation.
 Class: https://github.com/vllm-project/vllm/pull/36242 (written back in another order)
 """
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

@@ -2,6 +2,7 @@
 The twin takes both norms over the three owners. Momentum and variance are right in both.
 Class: https://github.com/pytorch/pytorch/issues/109581 (optimizers that need the whole tensor)
 """
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

@@ -2,6 +2,7 @@
 The twin sums the squared norms over the group before it divides.
 Class: https://github.com/facebookresearch/fairscale/issues/767 (layer-wise optimizers on shards)
 """
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

@@ -2,6 +2,7 @@
 they are: the loss and every gradient carry three digits. The twin does not cast.
 Class: https://github.com/vllm-project/speculators/pull/788 (loss in a lower type)
 """
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F

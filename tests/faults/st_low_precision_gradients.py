@@ -2,6 +2,7 @@
 a cast around the all-reduce of four ranks. The twins reduce in the own type of the gradient.
 Class: https://github.com/pytorch/pytorch/issues/106395 (16-bit reduction)
 """
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

@@ -2,6 +2,7 @@
 update is rounded away; `bad_gather` sends the new rows as float16. The twin does neither.
 Class: https://github.com/NVIDIA/Megatron-LM/issues/5974 (smaller step from equal gradients)
 """
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

@@ -2,6 +2,7 @@
 the mask of rank 0. The twin draws the mask of the whole batch and takes its rows.
 Class: https://github.com/ecmwf/anemoi-core/issues/595 (correlated dropout masks)
 """
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F

@@ -2,6 +2,7 @@
 (one) instead of all, so those samples count double. The twin fills zeros and divides by all.
 Class: https://github.com/deepspeedai/DeepSpeed/issues/966 (layers unused on a rank)
 """
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

@@ -2,6 +2,7 @@
 missing ones are filled with zeros, and weight decay shrinks the idle branch, which one device
 skips. Class: https://github.com/facebookresearch/fairscale/issues/605 (gradient None or zero)
 """
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F

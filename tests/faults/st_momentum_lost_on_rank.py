@@ -2,6 +2,7 @@
 rank 0 needs it"), so momentum starts anew there and the replicas part at step 1. The twin reloads
 the state on every rank. Class: https://github.com/databricks/flashoptim/issues/3 (state lost)
 """
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F

@@ -2,6 +2,7 @@
 rows become orthonormal among themselves only. The twin gathers the momentum, then keeps its rows.
 Class: https://github.com/pytorch/pytorch/issues/109581 (matrix optimizers under sharding)
 """
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F

@@ -2,6 +2,7 @@
 ranks are independent now, yet none has the noise that one device gives these samples. The twin
 draws for all samples and takes its own. Class: https://github.com/pytorch/pytorch/issues/168058
 """
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F

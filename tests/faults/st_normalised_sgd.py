@@ -2,6 +2,7 @@
 over the other. `bad_shard` sees its own shard's norm; `bad_world` sums over all four ranks and so
 counts every replica, sqrt(2) too much. Class: https://github.com/allenai/OLMo/pull/601 (own norms)
 """
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

@@ -2,6 +2,7 @@
 its rows. `bad_equal`: the two means averaged with equal weights. The twins weigh by element counts.
 Class: https://github.com/facebookresearch/fairscale/issues/767 (statistics of a shard)
 """
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

@@ -2,6 +2,7 @@
 fully_shard broadcasts nothing, so shards of three models are mixed. The twin broadcasts first.
 Class: https://github.com/allenai/OLMo-core/pull/319 (every replica another model)
 """
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

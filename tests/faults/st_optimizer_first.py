@@ -2,6 +2,7 @@
 fully_shard, `bad_tp` by parallelize_module. step() finds no gradient and nothing moves.
 Class: https://github.com/pytorch/pytorch/issues/117742 (who holds which parameter object)
 """
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F

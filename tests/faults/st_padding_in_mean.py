@@ -2,6 +2,7 @@
 by the padded length. The twin divides by the true count.
 Class: https://github.com/facebookresearch/fairscale/issues/767 (statistics of a flat, padded shard)
 """
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

@@ -2,6 +2,7 @@
 float() (this rank's rows), `bad_first` tells everyone rank 0's loss. The twin reduces and gathers.
 Class: https://github.com/pytorch/pytorch/issues/144054 (item() of a sharded result is local)
 """
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

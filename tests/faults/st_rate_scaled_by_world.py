@@ -2,6 +2,7 @@
 same: the linear scaling rule without a larger batch. The twin leaves it alone.
 Class: https://github.com/speechbrain/speechbrain/issues/899 (one device and many, other schedules)
 """
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F

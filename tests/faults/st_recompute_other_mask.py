@@ -2,6 +2,7 @@
 units than the forward did, so the loss is right and the block's gradient is not. The twin keeps
 the state. Class: https://github.com/pytorch/pytorch/issues/190758 (recompute, fresh randomness)
 """
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F

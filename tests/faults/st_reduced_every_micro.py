@@ -2,6 +2,7 @@
 micro-batch's gradient is summed twice over three ranks. The twin reduces once, at the end.
 Class: https://github.com/deepspeedai/DeepSpeed/pull/6550 (accumulation in reduced buffers)
 """
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

@@ -2,6 +2,7 @@
 `bad_equal` averages the two means with equal weights; the twin sums features and counts.
 Class: https://github.com/pytorch/pytorch/issues/22192 (running statistics and unequal counts)
 """
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

@@ -2,6 +2,7 @@
 wrappers that assume a schedule for W times as many steps. The twin steps it once.
 Class: https://github.com/huggingface/accelerate/issues/2142 (scheduler advances N per step)
 """
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F

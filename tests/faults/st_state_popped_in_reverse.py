@@ -2,6 +2,7 @@
 last first, so equally shaped layers trade momenta. The twin takes them first to last.
 Class: https://github.com/databricks/flashoptim/issues/3 (state without names after a round trip)
 """
+
 from collections import defaultdict
 
 import torch

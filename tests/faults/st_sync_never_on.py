@@ -2,6 +2,7 @@
 micro-batch, but the test compares with the count instead of the last index, so it never is and
 no parameter has a gradient. Class: https://github.com/huggingface/picotron/pull/5
 """
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F

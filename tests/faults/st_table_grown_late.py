@@ -2,6 +2,7 @@
 once the optimizer exists; the optimizer goes on with the old table. The twin puts the new tensor
 in its group. Class: https://github.com/mosaicml/examples/pull/11 (an embedding that was replaced)
 """
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F

@@ -2,6 +2,7 @@
 nobody and never move; a three-row bias never moves at all. The twin spreads the rest.
 Class: https://github.com/pytorch/torchtitan/pull/4535 (sizes that do not divide)
 """
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

@@ -2,6 +2,7 @@
 a copy: the teacher never moves. The twin averages shard with shard.
 Class: https://github.com/OpenRLHF/OpenRLHF/pull/1357 (EMA lost when the shards come back)
 """
+
 import copy
 
 import torch

@@ -2,6 +2,7 @@
 for each name, and the tie is gone: either copy gets one use's gradient. The twin ties again.
 Class: https://github.com/meta-pytorch/torchtune/issues/616 (a reload that breaks the tie)
 """
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F

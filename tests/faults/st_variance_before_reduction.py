@@ -2,6 +2,7 @@
 the squares of its own samples' gradient. The twin accumulates after the reduction.
 Class: https://github.com/radixark/miles/pull/2723 (a hook that sees another gradient than the step)
 """
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

@@ -2,6 +2,7 @@
 stops after the last full round, so the eighth and seventh tensor move on their owner only.
 Class: https://github.com/deepspeedai/DeepSpeed/issues/966 (ZeRO stages that disagree)
 """
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn

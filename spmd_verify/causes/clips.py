@@ -1,0 +1,145 @@
+"""Causes of wrong clipping: gradients are right before it, one factor is wrong after it."""
+
+from __future__ import annotations
+
+import torch
+
+from spmd_verify.causes.gradients import counted, factor_of, spread
+from spmd_verify.causes.words import cause, listed, meaning, names_of, number
+from spmd_verify.exhibit import Exhibit, part_of
+from spmd_verify.record import Cause, Row
+
+
+def clip_factor(exhibit: Exhibit) -> float | None:
+    """Return the factor by which the reference's own step shrinks all gradients, if it does.
+
+    Seen where the step clips by hand: autograd's gradients and those the optimizer gets
+    differ by one factor below 1.
+    """
+    torchs = exhibit.store.entry(exhibit.step, "clipping", "clip_factor")
+    if torchs is not None:
+        # The candidate's gradients are read after a clipping of its own where it shows none.
+        is_shown = any(exhibit.locals(r) for r in exhibit.stage_rows("clipping"))
+        return None if is_shown or torchs.value is None else torchs.value
+    raw = exhibit.raw_gradients
+    factors = []
+    for name in exhibit.store.names(exhibit.step, "gradients"):
+        value = raw.get(name)
+        if value is None or not bool(value.any()):
+            continue
+        right = exhibit.store.exact(exhibit.run, exhibit.step, "gradients", name).to(torch.float64)
+        k = float((right * value).sum() / value.square().sum())
+        if float((right - k * value).norm()) > 1e-6 * float(right.norm()):
+            return None
+        factors.append(k)
+    if not factors or spread(factors) > 1e-6 or not factors[0] < 1.0 - 1e-9:
+        return None
+    return factors[0]
+
+
+def clipped(exhibit: Exhibit, row: Row) -> Cause | None:
+    """`norm_clip`: the reference clips by hand, and the candidate's factor is another."""
+    right = clip_factor(exhibit)
+    if right is None:
+        return None
+    rows = exhibit.mismatches("gradients")
+    names = names_of(rows)
+    found = [factor_of(exhibit, r) for r in rows]
+    # Rows are judged against torch's unclipped gradients where the reference clips by torch.
+    shift = right if exhibit.store.entry(exhibit.step, "clipping", "clip_factor") else 1.0
+    if all(each is not None for each in found):
+        factors = [each[0] / shift for each in found if each is not None]
+        if spread(factors) <= 1e-3 * abs(factors[0]):
+            k = factors[0]
+            said, axis = meaning(1.0 / k, 1e-4, exhibit.axes)
+            text = (
+                f"{listed(names)}: right before clipping, {number(k)} x the reference after it: "
+                f"the norm that clips is {number(1.0 / k)} x the right one"
+                + (f" = {said}" if said else "")
+            )
+            return cause("norm_clip", text, tensors=names, factor=k, axis=axis, ranks=row.ranks)
+    by_rank = _rank_factors(exhibit, row)
+    if by_rank is not None:
+        shown = ", ".join(f"rank {r}: {number(k / shift)} x" for r, k in by_rank.items())
+        text = (
+            f"{listed(names)}: right before clipping, after it each rank's gradients have a "
+            f"factor of their own ({shown}): every rank clips by the norm of its own part, not "
+            f"reduced over {', '.join(exhibit.wide_axes)}"
+        )
+        return cause("norm_clip", text, tensors=names, ranks=row.ranks)
+    if counted(exhibit, row) is not None and exhibit.weights is not None:
+        text = (
+            f"{listed(names)}: a sum of the ranks' gradients each clipped by a factor of its "
+            f"own: clipped before the reduction"
+        )
+        return cause("norm_clip", text, tensors=names, ranks=row.ranks)
+    return None
+
+
+def _rank_factors(exhibit: Exhibit, row: Row) -> dict[int, float] | None:
+    """Return the factor of every rank's part, where each part has one."""
+    held, whole = exhibit.locals(row), exhibit.reference(row)
+    found: dict[int, float] = {}
+    for part, coordinates in exhibit.regions(row).items():
+        right = part_of(whole, part)
+        power = float(right.square().sum())
+        for at in coordinates:
+            if not power:
+                continue
+            k = float((held[at] * right).sum()) / power
+            off = float((held[at] - k * right).norm())
+            if off > 4.0 * exhibit.tolerance(row) * max(1.0, abs(k)):
+                return None
+            found[exhibit.rank_of(at)] = k
+    return found if len(found) > 1 and spread(list(found.values())) > 1e-4 else None
+
+
+def clipped_before_reduction(exhibit: Exhibit, row: Row) -> Cause | None:
+    """`norm_clip`: gradients are still this rank's own when they are clipped, reduced later."""
+    after = [r for r in exhibit.stage_rows("clipping") if r.name == row.name]
+    if not after or not exhibit.copies_differ(row):
+        return None
+    if not exhibit.locals(after[0]) or exhibit.copies_differ(after[0]):
+        return None
+    names = names_of(exhibit.mismatches("gradients"))
+    text = (
+        f"{listed(names)}: clipped before the reduction: the replicas still disagree when the "
+        f"norm is taken and agree afterwards"
+    )
+    return cause("norm_clip", text, tensors=names, ranks=row.ranks)
+
+
+def clipping(exhibit: Exhibit, row: Row) -> Cause | None:
+    """`norm_clip`: gradients are right before clipping, one factor is wrong after it."""
+    rows = exhibit.mismatches("clipping")
+    names = [n for n in names_of(rows) if n not in ("total_norm", "clip_factor")]
+    details = []
+    norm = next((r for r in rows if r.name == "total_norm"), None)
+    if norm is not None and exhibit.locals(norm):
+        right = float(exhibit.reference(norm))
+        values = {exhibit.rank_of(at): float(v) for at, v in exhibit.locals(norm).items()}
+        ratios = {rank: value / right for rank, value in values.items() if right}
+        if ratios and spread(list(ratios.values())) < 1e-4:
+            k = next(iter(ratios.values()))
+            said, _ = meaning(k, 1e-4, exhibit.axes)
+            details.append(f"total_norm is {number(k)} x the right one"
+                           + (f" = {said}" if said else ""))  # fmt: skip
+        elif ratios:
+            shown = ", ".join(f"rank {r}: {v:.6g}" for r, v in values.items())
+            details.append(f"total_norm differs by rank ({shown}), right is {right:.6g}")
+    factors = [f for r in rows if r.name in names and (f := factor_of(exhibit, r))]
+    after = factors[0][0] if factors else None
+    if after is not None:
+        details.append(f"the gradients are {number(after)} x the reference after it")
+    over = ", ".join(f"{axis}={exhibit.axes[axis]}" for axis in exhibit.wide_axes)
+    text = (
+        f"right before clipping, wrong after it: {'; '.join(details) or listed(names)}: what is "
+        f"sharded or replicated over {over} counts wrongly in the norm"
+    )
+    return cause("norm_clip", text, tensors=[*names_of(rows), *_parameters(exhibit)],
+                 ranks=row.ranks, factor=after)  # fmt: skip
+
+
+def _parameters(exhibit: Exhibit) -> list[str]:
+    """Return the parameters that move wrongly in the step."""
+    return names_of(exhibit.mismatches("parameters"))

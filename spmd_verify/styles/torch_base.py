@@ -1,0 +1,100 @@
+"""What torch's own data-parallel styles share: their axes, their step, the batch they take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from spmd_verify.case import LoadedCase
+from spmd_verify.errors import Unsupported
+from spmd_verify.style_ids import DATA_AXES
+from spmd_verify.styles.eager import refuse_uneven
+from spmd_verify.styles.torch_refusals import torch_refuses
+
+
+@dataclass(frozen=True)
+class TorchRecipe:
+    """Base of recipes that wrap a model and leave the case's step as it is.
+
+    Attributes:
+        name: Its id.
+        is_per_rank: Every rank's loss and statistics are of its own part, and gradients are
+            the mean over ranks.
+    """
+
+    name: str
+    is_per_rank: bool = True
+
+    def wrap(self, case: LoadedCase, model: nn.Module, mesh: Any) -> tuple[nn.Module, Any]:
+        """Return the wrapped model and its optimizer; what raises here is a refusal."""
+        raise NotImplementedError
+
+    def apply(self, case: LoadedCase, model: nn.Module, mesh: Any) -> tuple[nn.Module, Any]:
+        """Wrap the model.
+
+        Raises:
+            Unsupported: `torch-refuses`.
+        """
+        with torch_refuses(self.name, "wrapping the model"):
+            return self.wrap(case, model, mesh)
+
+    def step(
+        self, case: LoadedCase, model: nn.Module, optimizer: Any, batch: Any, mesh: Any
+    ) -> Any:
+        """Run the case's step on this rank's part.
+
+        Raises:
+            Unsupported: `torch-refuses`: the rehearsal has run the same step without a wrapper.
+        """
+        del mesh
+        with torch_refuses(self.name, "the wrapped step"):
+            return case.step(model, optimizer, batch)
+
+    def evaluate(self, case: LoadedCase, model: nn.Module, batch: Any, mesh: Any) -> Any:
+        """Run forward."""
+        del mesh
+        args, kwargs, _ = case.split(batch)
+        return model(*args, **kwargs)
+
+    def layout(self, case: LoadedCase, name: str, axes: Mapping[str, int]) -> Any:  # noqa: ARG002
+        """Return None: torch's DTensors say themselves, plain tensors are whole."""
+        return None
+
+    @property
+    def has_gather(self) -> bool:
+        """Say no: DTensors carry placements."""
+        return False
+
+    def gather(
+        self,
+        case: LoadedCase,  # noqa: ARG002 - for styles that use it
+        name: str,  # noqa: ARG002 - as above
+        parts: list[Tensor],  # noqa: ARG002 - as above
+    ) -> Tensor | None:
+        """Return None."""
+        return None
+
+    def checked_part(self, path: str, size: int, axis: str, ranks: int) -> None:
+        """Refuse a batch that does not split evenly."""
+        refuse_uneven(self.name, path, size, axis, ranks)
+
+
+def check_axes(style: str, axes: Mapping[str, int], count: int) -> None:
+    """Refuse a mesh that is not made of `count` data axes.
+
+    Raises:
+        Unsupported: `style-axes`.
+    """
+    if len(axes) == count and set(axes) <= DATA_AXES:
+        return
+    shown = ",".join(f"{name}={size}" for name, size in axes.items())
+    wanted = "one data axis" if count == 1 else f"{count} data axes"
+    example = {1: "--mesh 4", 2: "--mesh replicate=2,shard=2"}[count]
+    raise Unsupported(
+        f"The mesh does not fit the style: {style} runs on {wanted} "
+        f"({', '.join(sorted(DATA_AXES))}), the mesh is {shown}. Use for example {example}",
+        slug="style-axes",
+    )
