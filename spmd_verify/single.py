@@ -8,7 +8,7 @@ All tensors are global. What a case offers is used here and in `members` only: `
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -336,10 +336,3 @@ def _first_other_draw(device: SingleDevice, step: int) -> str:
         if not torch.equal(left, right):
             return f"{name} at {place} leaves another generator state in float64"
     return f"float64 draws {len(found[1])} times, the case's dtype {len(found[0])} times"
-
-
-def all_names(record: StepRecord, stages: Sequence[str]) -> Iterator[tuple[str, str, Tensor]]:
-    """Give `(stage, name, tensor)` of a step in the order of stages."""
-    for stage in stages:
-        for name, value in record.get(stage, {}).items():
-            yield stage, name, value

@@ -73,7 +73,7 @@ def tied(exhibit: Exhibit, row: Row) -> Cause | None:
     if len(shares) < 2:
         return None
     both = " and ".join([row.name, *row.aliases])
-    tolerance, whole = 4.0 * exhibit.tolerance(row), exhibit.reference(row)
+    tolerance = 4.0 * exhibit.tolerance(row)
     for at, local in exhibit.locals(row).items():
         part = exhibit.region(row, at)
         if part is None:
@@ -90,7 +90,6 @@ def tied(exhibit: Exhibit, row: Row) -> Cause | None:
             f"a share is missing, the copies drift apart"
         )
         return cause("tied", text, tensors=[row.name, *row.aliases], ranks=row.ranks)
-    del whole
     return None
 
 
