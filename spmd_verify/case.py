@@ -59,7 +59,7 @@ DTYPES: Final[dict[str, torch.dtype]] = {
 # Large enough to move every parameter visibly, small enough for a few steps of anything.
 PROBE_LEARNING_RATE: Final = 1e-2
 # Overrides that change how a case is run, not what it is.
-SETTINGS: Final = frozenset({"optimizer", "random", "rows", "exact"})
+SETTINGS: Final = frozenset({"between", "exact", "inputs", "optimizer", "random", "rows"})
 _REFUSED_OPTIMIZERS: Final = ("LBFGS", "SparseAdam")
 
 
@@ -408,8 +408,8 @@ def load_case(
         dtype: A key of `DTYPES`.
         seed: The base seed; also set before the file is executed.
         steps: Training steps per run.
-        overrides: `optimizer=sgd`, `exact=yes` (docs/design.md part 3.8), and for `hf:`
-            addresses fields of the configuration.
+        overrides: `optimizer=sgd`, `exact=yes` (docs/design.md part 3.8), `inputs=adversarial`
+            (docs/adversarial.md), and for `hf:` addresses fields of the configuration.
 
     Raises:
         CaseError: with the smallest fix.
@@ -426,17 +426,10 @@ def load_case(
         module = import_case_module(parsed)
         hooks, digest = discover(module, parsed), source_hash(parsed, module)
     settings = CaseSettings(DTYPES[dtype], seed, steps, given)
-    case = _kind(given)(parsed, hooks, settings, digest)
+    from spmd_verify.case_kinds import kind_of  # builds on this module
+
+    case = kind_of(given)(parsed, hooks, settings, digest)
     if hooks.inputs is None:
         taken = [str(entry) for entry in case.forward_parameters.values()]
         raise refusals.no_inputs(address, taken)
     return case
-
-
-def _kind(overrides: Mapping[str, str]) -> type[LoadedCase]:
-    """Return the class of a case with these overrides."""
-    if "exact" not in overrides:
-        return LoadedCase
-    from spmd_verify.exact_case import ExactCase  # a kind of LoadedCase
-
-    return ExactCase
