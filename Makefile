@@ -5,7 +5,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 WORKERS ?= 2
 
-.PHONY: help setup lint format types test test-fast table faults clean costs all
+.PHONY: help setup lint format types test test-fast table faults clean costs bench-checker all
 
 help:  ## show this text
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | sort
@@ -41,5 +41,8 @@ clean:  ## false alarms: right styles on models, meshes, dtypes and seeds
 
 costs:  ## milliseconds per graph node of capture and partition, on a quiet machine
 	$(PYTHON) reports/costs.py
+
+bench-checker:  ## what checking costs beside the steps, in three ratios; on a quiet machine
+	PYTHONPATH=. $(PYTHON) reports/checker_costs.py
 
 all: lint types test  ## what CI runs

@@ -62,6 +62,7 @@ def judge(address: str, dtype: str, meshes: tuple[str, ...]) -> dict[str, Any]:
     from spmd_verify.run import verify
 
     options = Options(
+        no_cache=True,
         targets=(address,),
         styles=("engine",),
         dtype=dtype,

@@ -61,6 +61,8 @@ class CompiledStep(ABC):
         self.function, self.options = function, options
         self.shared: CaptureCache | None = None
         self.results: Any = None
+        # Entered around every capture and partition; for those who measure.
+        self.capturing: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.captures = 0
         self.calls = 0
         self._entries: dict[Any, Entry] = {}
@@ -212,6 +214,10 @@ class CompiledStep(ABC):
 
     def _captured(self, entry: Entry, world: World, keep: bool = False) -> Executable:
         """Capture the step; what is there is used again if it is the same program."""
+        with self.capturing():
+            return self._captured_anew(entry, world, keep)
+
+    def _captured_anew(self, entry: Entry, world: World, keep: bool) -> Executable:
         with self._together(), self._common_stream():
             program = self._program(world, entry.shapes)
         mark = fingerprint(program)

@@ -91,6 +91,8 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
         "case's optimizer (default: not for engine styles)")  # fmt: skip
     add("--max-ranks", type=int, help="largest mesh (default: 16 for processes, 4096 for lockstep)")
     add("--log-dir", metavar="DIR", help="where rank logs go (default: a temporary folder)")
+    add("--no-cache", action="store_true", default=None, help="neither use nor keep references "
+        "of other runs")  # fmt: skip
     shown = parser.add_argument_group("what to show")
     add = shown.add_argument
     add("--list", dest="list_only", action="store_true", help="list the cells, run nothing")
@@ -176,6 +178,7 @@ def flag_settings(arguments: argparse.Namespace) -> dict[str, Any]:
         "runner": arguments.runner,
         "max-ranks": arguments.max_ranks,
         "log-dir": arguments.log_dir,
+        "no-cache": arguments.no_cache,
         "strict": arguments.strict,
         "probe": arguments.probe,
         "faults": getattr(arguments, "faults", None),

@@ -74,7 +74,7 @@ def options_from(arguments: argparse.Namespace, words: Sequence[str]) -> Options
     settings: dict[str, Any] = {**config.load(Path.cwd()), **flag_settings(arguments)}
     if "mesh" in settings:
         settings["mesh"] = parse_mesh(settings["mesh"])
-    renamed = {"timeout": "timeout_seconds", "max-ranks": "max_ranks", "log-dir": "log_dir"}
+    renamed = {"timeout": "timeout_seconds"}
     return Options(
         targets=tuple(arguments.targets),
         match=arguments.match,
@@ -87,7 +87,7 @@ def options_from(arguments: argparse.Namespace, words: Sequence[str]) -> Options
         reports=tuple(report_argument(text) for text in arguments.report),
         overrides={"inputs": "adversarial"} if arguments.adversarial else {},
         command=("spmd-verify", *words),
-        **{renamed.get(key, key): value for key, value in settings.items()},
+        **{renamed.get(key, key.replace("-", "_")): value for key, value in settings.items()},
     ).checked()
 
 

@@ -6,15 +6,12 @@ model, none sees another rank's tensors, and nothing here talks to one. `merge` 
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
-import msgspec
-import torch
 from torch import Tensor
 
 from spmd_verify.layouts import (
@@ -28,69 +25,13 @@ from spmd_verify.layouts import (
     reduce_op,
     region,
 )
-from spmd_verify.norms import as_real, deviation, is_rounding, row_sums
+from spmd_verify.measure import Statistics, Task, measure
+from spmd_verify.norms import deviation, is_rounding
 from spmd_verify.store import Entry, Store
 from spmd_verify.trajectory import Observation, Observed, by_parameter, same_bits
-from spmd_verify.ulp import ulp_distance
 from spmd_verify.verdict import STAGES
 
 NO_SUCH_TENSOR: Final = "the reference has no such tensor"
-
-
-class Statistics(msgspec.Struct, kw_only=True):
-    """What one copy of one part of one tensor says. Plain values: crosses process borders.
-
-    Attributes:
-        run: `free` or `anchored`.
-        step: From 0.
-        stage: See `verdict.STAGES`.
-        name: First name in the reference.
-        coordinates: Ranks that hold this copy, bit for bit.
-        layout: In short, see `layouts.describe`.
-        ranges: The part, per dim the half-open global ranges.
-        numel: Elements of the part.
-        is_exact: Equal to the reference bit for bit.
-        squares: Sum of squared deviation from the float64 reference by local dim-0 row,
-            float64 in native byte order; empty for an exact copy of a compared-by-bits value.
-        power: Sum of squares of the float64 reference over the part.
-        excess: `k - 1` of the factor k that fits this part best.
-        unfitted: Sum of squares that this factor leaves. Sent besides `squares` because a
-            residual taken from sums alone drowns in cancellation below 1e-8.
-        non_finite: Elements that are NaN or inf where the reference is not.
-        has_signal: Whether any element is not zero.
-        worst_index: Global index of the element that deviates most, None if none does.
-        actual: Its value here.
-        expected: Its value in the reference.
-        max_ulp: Largest distance from the reference, in ulp of the tensor's dtype.
-        differing: Elements that are not equal to the reference's.
-        digest: Of the bits of this copy; empty for an exact one.
-        value: The number itself, for tensors of one element.
-        problem: Why the tensor could not be compared, if it could not.
-    """
-
-    run: str
-    step: int
-    stage: str
-    name: str
-    coordinates: list[tuple[int, ...]]
-    layout: str = ""
-    ranges: tuple[tuple[tuple[int, int], ...], ...] = ()
-    numel: int = 0
-    is_exact: bool = False
-    squares: bytes = b""
-    power: float = 0.0
-    excess: float = 0.0
-    unfitted: float = 0.0
-    non_finite: int = 0
-    has_signal: bool = False
-    worst_index: list[int] | None = None
-    actual: float = 0.0
-    expected: float = 0.0
-    max_ulp: int = 0
-    differing: int = 0
-    digest: str = ""
-    value: float | None = None
-    problem: str | None = None
 
 
 def compare(
@@ -110,11 +51,14 @@ def compare(
         reported only where they carry signal.
     """
     scene = _Scene(store, run, step, tuple(mesh_shape))
-    found: list[Statistics] = []
-    for stage in STAGES:
-        for name, observed in observation.get(stage, {}).items():
-            found.extend(_compare_one(scene, stage, name, observed))
-    return found
+    pending = [
+        each
+        for stage in STAGES
+        for name, observed in observation.get(stage, {}).items()
+        for each in _compare_one(scene, stage, name, observed)
+    ]
+    measure([each.task for each in pending if each.task is not None])
+    return [each.statistics() for each in pending]
 
 
 def hyper_parameter_differences(
@@ -192,7 +136,26 @@ class _Scene:
     mesh_shape: tuple[int, ...]
 
 
-def _compare_one(scene: _Scene, stage: str, name: str, observed: Observed) -> Iterator[Statistics]:
+@dataclass
+class _Pending:
+    """One entry of the answer: ready, or to be measured."""
+
+    ready: Statistics | None = None
+    task: Task | None = None
+    coordinates: list[Coordinate] = field(default_factory=list)
+    layout: str = ""
+
+    def statistics(self) -> Statistics:
+        """Return the entry; all tasks have been measured."""
+        if self.ready is not None:
+            return self.ready
+        assert self.task is not None, "one of the two is there"
+        assert self.task.found is not None, "tasks are measured first"
+        self.task.found.coordinates, self.task.found.layout = self.coordinates, self.layout
+        return self.task.found
+
+
+def _compare_one(scene: _Scene, stage: str, name: str, observed: Observed) -> Iterator[_Pending]:
     """Compare one tensor: each distinct part once, equal copies counted together."""
     entry = scene.store.entry(scene.step, stage, name)
     for layout, held in _reduced(observed, scene.mesh_shape):
@@ -211,11 +174,11 @@ def _compare_one(scene: _Scene, stage: str, name: str, observed: Observed) -> It
                 found.has_signal = bool(local.any())
                 found.problem = NO_SUCH_TENSOR
                 if found.has_signal:
-                    yield found
+                    yield _Pending(found)
                 continue
             part, found.problem = _part_of(scene, entry, layout, local, coordinate)
             if part is None:
-                yield found
+                yield _Pending(found)
             else:
                 groups.setdefault(part, []).append((coordinate, local))
         if entry is None:
@@ -230,116 +193,22 @@ def _compare_copies(
     part: Region,
     copies: list[tuple[Coordinate, Tensor]],
     layout: str,
-) -> Iterator[Statistics]:
+) -> Iterator[_Pending]:
     """Compare the copies of one part that this process holds, equal ones once."""
     store = scene.store
     expected = store.expected(entry.step, entry.stage, entry.name, part)
     exact = expected
     if is_rounding(expected):
         exact = store.exact(scene.run, entry.step, entry.stage, entry.name, part)
-    distinct: list[tuple[Tensor, Statistics]] = []
+    distinct: list[tuple[Tensor, _Pending]] = []
     for coordinate, local in copies:
         twin = next((known for tensor, known in distinct if same_bits(tensor, local)), None)
         if twin is not None:
             twin.coordinates.append(coordinate)
             continue
-        statistics = statistics_of(local, expected, exact, entry, scene.run, part)
-        statistics.coordinates, statistics.layout = [coordinate], layout
-        distinct.append((local, statistics))
-    yield from (statistics for _, statistics in distinct)
-
-
-def statistics_of(
-    local: Tensor, expected: Tensor, exact: Tensor, entry: Entry, run: str, part: Region
-) -> Statistics:
-    """Return the statistics of one local tensor against the same part of the reference.
-
-    Args:
-        local: This rank's part.
-        expected: The reference's part, in the case's dtype.
-        exact: The float64 reference's part.
-        entry: The tensor in the reference.
-        run: `free` or `anchored`.
-        part: Where the part lies in the global tensor.
-    """
-    found = Statistics(
-        run=run,
-        step=entry.step,
-        stage=entry.stage,
-        name=entry.name,
-        coordinates=[],
-        ranges=part.ranges,
-        numel=local.numel(),
-        is_exact=same_bits(local, expected),
-        has_signal=bool(local.any()),
-    )
-    if local.numel() == 1 and entry.value is not None:
-        found.value = float(local)
-    if found.is_exact and not is_rounding(expected):
-        return found
-    difference = deviation(local, exact, expected)
-    finite = difference.isfinite()
-    if not found.is_exact:
-        found.digest = digest(local)
-    found.non_finite = int((~finite).sum())
-    clean = difference if not found.non_finite else difference.masked_fill(~finite, 0.0)
-    shaped = clean.reshape(local.shape + clean.shape[local.ndim :])
-    found.squares = _packed(_row_sums(shaped.square(), local))
-    _add_fit(found, clean, exact)
-    if not found.is_exact and local.numel():
-        _add_worst(found, local, expected, part)
-    return found
-
-
-def digest(value: Tensor) -> str:
-    """Return a short digest of the bits of a tensor, shape and dtype included."""
-    raw = as_real(value.detach()).contiguous()
-    content = raw.reshape(-1).view(torch.uint8).numpy().tobytes() if raw.numel() else b""
-    seed = f"{tuple(value.shape)}{value.dtype}".encode()
-    return hashlib.blake2b(seed + content, digest_size=8).hexdigest()
-
-
-def unpacked(rows: bytes) -> Tensor:
-    """Return packed row sums as float64 [rows]."""
-    if not rows:
-        return torch.zeros(0, dtype=torch.float64)
-    return torch.frombuffer(bytearray(rows), dtype=torch.float64)
-
-
-def _packed(rows: Tensor) -> bytes:
-    """Return row sums as bytes in native order."""
-    return rows.contiguous().numpy().tobytes()
-
-
-def _row_sums(value: Tensor, local: Tensor) -> Tensor:
-    """Return sums by dim-0 row of `local`, whose complex entries are [..., 2] in `value`."""
-    if local.ndim == 0:
-        return value.sum(dtype=torch.float64).reshape(1)
-    return row_sums(value)
-
-
-def _add_fit(found: Statistics, difference: Tensor, exact: Tensor) -> None:
-    """Fill in the factor that fits this part best and what it leaves."""
-    reference = as_real(exact).to(torch.float64).nan_to_num(posinf=0.0, neginf=0.0)
-    found.power = float(reference.square().sum())
-    if found.power > 0.0:
-        found.excess = float((difference * reference).sum()) / found.power
-    found.unfitted = float((difference - found.excess * reference).square().sum())
-
-
-def _add_worst(found: Statistics, local: Tensor, expected: Tensor, part: Region) -> None:
-    """Fill in the element that differs most from the reference, and the largest ulp."""
-    left, right = as_real(local), as_real(expected)
-    gap = (left.to(torch.float64) - right.to(torch.float64)).abs()
-    gap = torch.where(left == right, 0.0, gap.nan_to_num(nan=torch.inf, posinf=torch.inf))
-    flat = int(gap.argmax())
-    index = [int(i) for i in torch.unravel_index(torch.tensor(flat), gap.shape)]
-    found.differing = int((gap != 0).sum())
-    found.actual = float(left[tuple(index)])
-    found.expected = float(right[tuple(index)])
-    found.worst_index = list(part.global_index(index[: len(part.ranges)]))
-    if is_rounding(local) and left.dtype == right.dtype:
-        found.max_ulp = int(ulp_distance(left, right).max())
+        task = Task(local, expected, exact, entry, scene.run, part)
+        distinct.append((local, _Pending(None, task, [coordinate], layout)))
+    yield from (pending for _, pending in distinct)
 
 
 def _reduced(

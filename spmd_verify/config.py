@@ -52,6 +52,7 @@ KEYS: Final[dict[str, Callable[[Any], Any]]] = {
     "runner": _text,
     "max-ranks": int,
     "log-dir": _text,
+    "no-cache": _truth,
     "strict": _truth,
     "probe": _truth,
 }

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from spmd_verify.compare import Statistics, compare
+from spmd_verify.compare import compare
 from spmd_verify.dump import Dump
 from spmd_verify.dump_format import DumpError, Key
 from spmd_verify.dump_layouts import declare_layouts
@@ -23,6 +23,7 @@ from spmd_verify.floor_table import FloorTable
 from spmd_verify.floors import Ensemble
 from spmd_verify.judge import Judgement, judge
 from spmd_verify.layouts import Coordinate, describe
+from spmd_verify.measure import Statistics
 from spmd_verify.noise import BY_ELEMENT, Noise
 from spmd_verify.norms import is_rounding
 from spmd_verify.record import Cell, Row

@@ -95,7 +95,9 @@ class Examiner:
             changed.overrides["rows"] = f"divisible:{max(sizes)}"
         store = tempfile.mkdtemp(prefix=f"{name}-", dir=self.run.work_dir)
         try:
-            self.run.ask_solo(REFERENCE_JOB, encode(ReferenceSpec(changed, store)))
+            self.run.ask_solo(
+                REFERENCE_JOB, encode(ReferenceSpec(changed, store, self.run.cache_path))
+            )
             cell = msgspec.structs.replace(spec, case=changed, store_path=store)
             answer = self.run.runner.run_cell(cell)
             if not isinstance(answer, CellEvidence):

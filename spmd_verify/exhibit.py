@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from spmd_verify.case import LoadedCase
-from spmd_verify.compare import digest, layouts
+from spmd_verify.compare import layouts
 from spmd_verify.dump import Dump
 from spmd_verify.layouts import (
     Coordinate,
@@ -27,6 +27,7 @@ from spmd_verify.layouts import (
     region,
     take_region,
 )
+from spmd_verify.measure import digest
 from spmd_verify.members import map_batch
 from spmd_verify.norms import as_real
 from spmd_verify.part_runs import PartRuns, Term

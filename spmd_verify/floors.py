@@ -5,12 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from spmd_verify.norms import as_real, finite_deviation, is_rounding, row_sums, rows_of
+from spmd_verify.norms import (
+    LARGEST_STACKED,
+    as_real,
+    can_be_stacked,
+    finite_deviation,
+    is_rounding,
+    row_sums,
+    rows_of,
+    stacked,
+)
 from spmd_verify.trajectory import StepRecord
 from spmd_verify.verdict import limit, noise_floor, unit_roundoff, usable_floor
 
@@ -92,15 +101,41 @@ class Ensemble:
             left_out: Names that do not count for this run.
         """
         kept = frozenset(by_element)
+        alike: dict[Any, list[tuple[Key, Tensor, Tensor]]] = {}
         for index, record in enumerate(steps):
             for stage in stages:
                 for name, value in record.get(stage, {}).items():
                     centre = self.exact[index].get(stage, {}).get(name)
                     if centre is None or name in left_out or value.shape != centre.shape:
                         continue
-                    if is_rounding(value):
-                        key = (index, stage, name)
+                    if not is_rounding(value):
+                        continue
+                    key = (index, stage, name)
+                    if can_be_stacked(value, centre):
+                        kind = value.shape, value.dtype, centre.dtype, stage in kept
+                        alike.setdefault(kind, []).append((key, value, centre))
+                    else:
                         self._add_one(key, value, centre, stage in kept)
+        for (shape, *_, by_elements), group in alike.items():
+            size = len(group) if shape.numel() <= LARGEST_STACKED else 1
+            for start in range(0, len(group), size):
+                self._add_alike(group[start : start + size], by_elements)
+
+    def _add_alike(self, group: Sequence[tuple[Key, Tensor, Tensor]], by_element: bool) -> None:
+        """Take tensors of one shape and dtype into the maxima: the bits of `_add_one`."""
+        values = stacked([value for _, value, _ in group])
+        centres = stacked([centre for _, _, centre in group])
+        shape = group[0][1].shape
+        difference = values.to(torch.float64) - centres.to(torch.float64)
+        rows = difference.square().reshape(len(group), shape[0] if shape else 1, -1).sum(2)
+        totals = rows.sum(1).tolist()
+        parts = zip(group, totals, rows.unbind(), difference.abs_().unbind(), strict=True)
+        for (key, value, centre), total, squares, size in parts:
+            if math.isfinite(total):
+                elements = size.view(shape) if by_element else None
+                self._take(key, squares, total, elements)
+            else:
+                self._add_one(key, value, centre, by_element)
 
     def _add_one(self, key: Key, value: Tensor, centre: Tensor, by_element: bool) -> None:
         """Take one tensor into the maxima."""
@@ -110,14 +145,17 @@ class Ensemble:
         squares = row_sums(
             difference.square().reshape(value.shape + difference.shape[value.ndim :])
         )
-        total = float(squares.sum())
+        by_element = by_element and not value.is_complex()
+        self._take(key, squares, float(squares.sum()), difference.abs_() if by_element else None)
+
+    def _take(self, key: Key, squares: Tensor, total: float, size: Tensor | None) -> None:
+        """Take squared errors by row, their sum, and absolute errors into the maxima."""
         if key in self.rows:
             torch.maximum(self.rows[key], squares, out=self.rows[key])
             self.total[key] = max(self.total[key], total)
         else:
             self.rows[key], self.total[key] = squares, total
-        if by_element and not value.is_complex():
-            size = difference.abs_()
+        if size is not None:
             known = self.elements.get(key)
             self.elements[key] = size if known is None else torch.maximum(known, size)
 

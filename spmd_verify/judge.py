@@ -14,7 +14,8 @@ from typing import Final
 import torch
 
 from spmd_verify.cause import Evidence, exact_norm, find_cause
-from spmd_verify.compare import NO_SUCH_TENSOR, Statistics
+from spmd_verify.compare import NO_SUCH_TENSOR
+from spmd_verify.measure import Statistics
 from spmd_verify.merge import Merged, TensorKey, by_tensor, merge
 from spmd_verify.record import Cause, Exercised, FirstDivergence, Row, WorstTensor
 from spmd_verify.rows import Fit, blank_row, count, growth, ratio_of, worst_row

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from spmd_verify.compare import Statistics, unpacked
+from spmd_verify.measure import Statistics, unpacked
 from spmd_verify.norms import num_rows
 
 TensorKey = tuple[str, int, str, str]  # run, step, stage, name
@@ -121,10 +121,14 @@ def _add_part(merged: Merged, shape: Sequence[int], copies: list[Statistics]) ->
             merged.ranks.extend(tuple(coordinate) for coordinate in entry.coordinates)
             if entry.worst_index is not None and _gap(entry) > _gap(merged.worst):
                 merged.worst = entry
-    chosen = max(copies, key=lambda entry: (entry.non_finite, float(unpacked(entry.squares).sum())))
+    chosen = copies[0]
+    if len({(entry.non_finite, entry.squares) for entry in copies}) > 1:
+        chosen = max(copies, key=lambda one: (one.non_finite, float(unpacked(one.squares).sum())))
     merged.fits.append((chosen.power, chosen.excess, chosen.unfitted))
     squares = unpacked(chosen.squares)
-    if squares.numel():
+    if len(squares) == len(merged.squares) and (not shape or len(chosen.ranges[0]) == 1):
+        merged.squares += squares  # all rows, in order
+    elif squares.numel():
         merged.squares.index_add_(0, _global_rows(chosen, shape), squares)
 
 

@@ -6,8 +6,15 @@ sides of every ratio are the same norm.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Final
+
 import torch
 from torch import Tensor
+
+# Larger tensors are not copied to be stacked: for them the calls cost nothing beside the work.
+# Below torch's grain for threads (32768), so that sums have one order however many are stacked.
+LARGEST_STACKED: Final = 1 << 14
 
 
 def as_real(value: Tensor) -> Tensor:
@@ -36,6 +43,19 @@ def row_sums(value: Tensor) -> Tensor:
 def num_rows(shape: tuple[int, ...] | list[int]) -> int:
     """Return how many dim-0 rows a tensor of `shape` has."""
     return int(shape[0]) if shape else 1
+
+
+def can_be_stacked(*values: Tensor) -> bool:
+    """Say whether sums over tensors of one shape have the same order in a stack of such."""
+    return values[0].numel() > 0 and all(
+        value.is_floating_point() and value.is_contiguous() for value in values
+    )
+
+
+def stacked(values: Sequence[Tensor]) -> Tensor:
+    """Return equal-shaped contiguous tensors as [count, elements]; one is not copied."""
+    whole = values[0].unsqueeze(0) if len(values) == 1 else torch.stack(list(values))
+    return whole.reshape(len(values), -1)
 
 
 def finite_deviation(value: Tensor, exact: Tensor, expected: Tensor | None = None) -> Tensor:

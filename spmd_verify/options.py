@@ -92,6 +92,7 @@ class Options:
         timeout_seconds: Per cell.
         runner: One of `RUNNERS`.
         max_ranks: A larger mesh is refused before anything runs.
+        no_cache: Neither use nor keep references of other runs.
         match: Glob over cell ids `case/style`; None selects all (`-k`).
         stop_at_first: Stop after the first cell that fails (`-x`).
         strict: `undetermined` and `not_exercised` rows fail too.
@@ -119,6 +120,7 @@ class Options:
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
     runner: str = "processes"
     max_ranks: int | None = None
+    no_cache: bool = False
     match: str | None = None
     stop_at_first: bool = False
     strict: bool = False

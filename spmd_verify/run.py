@@ -24,6 +24,7 @@ from spmd_verify.exit_codes import fails
 from spmd_verify.options import MeshSpec, Options, check_rank_limit
 from spmd_verify.prober import Prober
 from spmd_verify.record import CaseInfo, Cell, Record
+from spmd_verify.reference_cache import cache_folder
 from spmd_verify.runner.failures import Failure
 from spmd_verify.runner.folders import LogFolder, work_folder
 from spmd_verify.runner.lockstep import LockstepRunner
@@ -47,6 +48,7 @@ from spmd_verify.runner.specs import (
     decode,
     encode,
 )
+from spmd_verify.stopwatch import Stopwatch
 from spmd_verify.style_ids import ENGINE, select
 from spmd_verify.styles import axes_of
 from spmd_verify.verdict import LIMITS
@@ -167,6 +169,11 @@ class _Run:
         is_lockstep = self.options.runner == "lockstep"
         self.runner = LockstepRunner(**folders) if is_lockstep else ProcessRunner(**folders)
 
+    @property
+    def cache_path(self) -> str:
+        """Folder of the references of earlier runs; empty for none."""
+        return "" if self.options.no_cache else cache_folder()
+
     def stop(self) -> None:
         """End every process."""
         self.runner.stop()
@@ -230,12 +237,14 @@ class _Run:
 
     def _make_reference(self, case: CaseSpec, store_path: str) -> ReferenceReport:
         """Run the case on one device and store what it computes."""
-        spec = ReferenceSpec(case, store_path)
+        spec = ReferenceSpec(case, store_path, self.cache_path)
         report = decode(self.ask_solo(REFERENCE_JOB, encode(spec)), ReferenceReport)
-        for note in report.notes:
+        for note in [*report.remarks, *report.notes]:
             self.progress.note(f"{case.address}: {note}")
         notes = self.record.unknown.setdefault("notes", {})
         notes[case.address] = report.notes
+        times = {"seconds": report.seconds, "cpu_seconds": report.cpu_seconds}
+        self.record.unknown.setdefault("references", {})[case.address] = times
         if report.exact is not None:
             self.record.unknown.setdefault("exact", {})[case.address] = report.exact
         return report
@@ -293,8 +302,11 @@ class _Run:
             cell = decode(self.ask_solo(JUDGE_JOB, encode(request)), Cell)
             has_question = spec.fault is None or spec.fault.has_cause
             if cell.first_divergence is not None and has_question:
-                cell = Examiner(self).examined(spec, cell)
-                self._locate(spec, cell)
+                stopwatch = Stopwatch()
+                with stopwatch("examine"):
+                    cell = Examiner(self).examined(spec, cell)
+                    self._locate(spec, cell)
+                cell.unknown["seconds"] |= stopwatch.seconds
             return cell
         except RankError as error:
             self.logs.is_kept = True

@@ -10,17 +10,17 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from spmd_verify.errors import InternalError
 from spmd_verify.floors import Floor
 from spmd_verify.layouts import Region, take_region
+from spmd_verify.mapped import MappedTensors
 from spmd_verify.noise import Noise, exact_steps
 from spmd_verify.norms import as_real, is_rounding
 from spmd_verify.record import ExactInfo
@@ -161,9 +161,11 @@ class Store:
                 slug="store",
             )
         self.index = msgspec.json.decode(path.read_bytes(), type=Index)
-        self._files: dict[int, Any] = {}
-        self._keys: dict[int, frozenset[str]] = {}
+        self._files: dict[int, MappedTensors] = {}
         self._entries = {(e.step, e.stage, e.name): e for e in self.index.entries}
+        self._names: dict[tuple[int, str], list[str]] = {}
+        for step, stage, name in self._entries:
+            self._names.setdefault((step, stage), []).append(name)
 
     def entry(self, step: int, stage: str, name: str) -> Entry | None:
         """Return what the reference has under this key."""
@@ -175,7 +177,7 @@ class Store:
 
     def names(self, step: int, stage: str) -> list[str]:
         """Return the names of a stage in the reference's order."""
-        return [e.name for e in self.index.entries if e.step == step and e.stage == stage]
+        return list(self._names.get((step, stage), ()))
 
     def expected(self, step: int, stage: str, name: str, part: Region | None = None) -> Tensor:
         """Return the reference's tensor in its own dtype, or the part of it in a region."""
@@ -192,19 +194,18 @@ class Store:
         its own, the reference's own tensor where float64 is absent or the same.
         """
         entry = self._entries[step, stage, name]
-        self._open(step)
+        file = self._file(step)
         for source in (f"{run}64", "free64"):
             key = _key(source, stage, name)
-            if key in self._keys[step]:
+            if key in file:
                 value = self._read(step, key, part, entry)
                 return torch.view_as_complex(value) if entry.dtype.startswith("complex") else value
         return self.expected(step, stage, name, part)
 
     def rows(self, what: str, run: str, step: int, stage: str, name: str) -> Tensor | None:
         """Return per-row numbers of a floor: `noise`, `scale` or `undetermined`; None if absent."""
-        self._open(step)
-        key = _key(f"{run}.{what}", stage, name)
-        return self._files[step].get_tensor(key) if key in self._keys[step] else None
+        file, key = self._file(step), _key(f"{run}.{what}", stage, name)
+        return file.tensor(key) if key in file else None
 
     def state(self, step: int) -> StepRecord:
         """Return parameters, buffers and optimizer state after a step: the next one's anchor."""
@@ -213,21 +214,19 @@ class Store:
             for stage in ("parameters", "buffers", "optimizer_state")
         }
 
-    def _open(self, step: int) -> None:
-        """Map a step's file."""
+    def _file(self, step: int) -> MappedTensors:
+        """Return a step's file, mapped once."""
         if step not in self._files:
-            opened = safe_open(str(self.directory / _file(step)), framework="pt")
-            self._files[step] = opened
-            self._keys[step] = frozenset(opened.keys())
+            self._files[step] = MappedTensors(self.directory / _file(step))
+        return self._files[step]
 
     def _read(self, step: int, key: str, part: Region | None, entry: Entry) -> Tensor:
-        """Read a tensor, or the rows of it that a region needs."""
-        self._open(step)
+        """Return a tensor, or the part of it that a region owns."""
+        value = self._file(step).tensor(key)
         if part is None or part.is_whole(entry.shape):
-            return self._files[step].get_tensor(key)
-        if not part.numel:
-            return self._files[step].get_tensor(key)[tuple(slice(0, n) for n in part.shape)]
-        return take_region(self._files[step].get_slice(key), part)
+            return value
+        # Contiguous, as sums depend on the order of the elements.
+        return take_region(value, part).contiguous()
 
 
 def _entry(

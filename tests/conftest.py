@@ -1,6 +1,9 @@
 """Shared set-up: one thread, no network, small case files on disk."""
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,6 +12,9 @@ from ranked import Ranks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# No test reads or writes the user's own cache; commands that tests start inherit this.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="spmd-verify-test-cache-")
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 ROOT = Path(__file__).resolve().parent.parent
 

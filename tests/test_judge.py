@@ -11,10 +11,11 @@ from judging_cases import make_case
 from torch import Tensor, nn
 
 from spmd_verify.cause import factor_meaning
-from spmd_verify.compare import Statistics, compare, hyper_parameter_differences
+from spmd_verify.compare import compare, hyper_parameter_differences
 from spmd_verify.errors import ReferenceRunError
 from spmd_verify.judge import Judgement, judge
 from spmd_verify.layouts import scatter
+from spmd_verify.measure import Statistics
 from spmd_verify.single import make_reference
 from spmd_verify.trajectory import Observed
 from spmd_verify.ulp import ulp_distance

@@ -252,3 +252,27 @@ def is_running(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return text.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def test_a_fork_server_that_cannot_import_says_so(tmp_path: Path) -> None:
+    (tmp_path / "broken_import.py").write_text("<<<<<<< HEAD\n")
+    program = (
+        "from spmd_verify.runner.pool import Pool, start_fork_server\n"
+        "from spmd_verify.errors import InternalError\n"
+        "start_fork_server(['broken_import'])\n"
+        "try:\n"
+        f"    Pool(1, work_dir={str(tmp_path)!r}, log_dir={str(tmp_path)!r}).start()\n"
+        "except InternalError as error:\n"
+        "    print(error.slug)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": f"{Path(__file__).parent.parent}:{tmp_path}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+    assert done.stdout == "fork-server\n", done.stderr
+    assert "SyntaxError" in done.stderr

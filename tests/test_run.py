@@ -217,17 +217,20 @@ def test_nothing_is_left_of_a_stopped_command(
     pids, folder = tmp_path / "pids", tmp_path / "tmp"
     pids.mkdir()
     folder.mkdir()
-    command = subprocess.Popen(
-        [sys.executable, "-m", "spmd_verify", write_case(HANGS_ON_RANKS), "--styles", "replicate"],
-        env={**os.environ, "PIDS": str(pids), "TMPDIR": str(folder)},
-        cwd=Path(__file__).parent.parent,
-        stderr=subprocess.DEVNULL,
-        # A shell's background job ignores SIGINT and hands that on.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    said = tmp_path / "said"
+    words = ["-m", "spmd_verify", write_case(HANGS_ON_RANKS), "--styles", "replicate"]
+    with said.open("w") as output:
+        command = subprocess.Popen(
+            [sys.executable, *words],
+            env={**os.environ, "PIDS": str(pids), "TMPDIR": str(folder)},
+            cwd=Path(__file__).parent.parent,
+            stderr=output,
+            # A shell's background job ignores SIGINT and hands that on.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
     deadline = time.monotonic() + 90
     while len(list(pids.iterdir())) < 2:
-        assert command.poll() is None
+        assert command.poll() is None, f"exit {command.poll()}:\n{said.read_text()}"
         assert time.monotonic() < deadline
         time.sleep(0.05)
     family = descendants(command.pid)

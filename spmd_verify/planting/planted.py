@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from spmd_verify.case import LoadedCase
-from spmd_verify.compare import Statistics
 from spmd_verify.layouts import region
+from spmd_verify.measure import Statistics
 from spmd_verify.planting.faults import GRADIENT_FACTOR, Fault, Watched
 from spmd_verify.planting.graph import GraphPlanting
 from spmd_verify.planting.watch import Watch

@@ -14,16 +14,12 @@ from typing import Any
 import torch
 
 from spmd_verify.case import LoadedCase
-from spmd_verify.compare import (
-    Statistics,
-    compare,
-    fitting_parts,
-    hyper_parameter_differences,
-)
+from spmd_verify.compare import compare, fitting_parts, hyper_parameter_differences
 from spmd_verify.errors import SpmdVerifyError, Unsupported
 from spmd_verify.exact_case import ExactCase
 from spmd_verify.exact_grid import is_power
 from spmd_verify.layouts import region
+from spmd_verify.measure import Statistics
 from spmd_verify.runner.dumping import DumpTaker
 from spmd_verify.single import evaluates_after
 from spmd_verify.store import Store
@@ -69,6 +65,7 @@ class Drive:
         self.dump: DumpTaker | None = None
         self.steps = case.steps
         self.mesh_shape = tuple(context.axes.values())
+        self.stopwatch = context.stopwatch
         self.is_anchored = True
         self.statistics: list[Statistics] = []
         self.notes: list[str] = []
@@ -86,12 +83,11 @@ class Drive:
             self.is_anchored = False
             return self._run_exact(self.case)
         self.is_anchored = self.steps > 1
-        self.note("building the free run")
-        free = self.style.build(self.case, self.context)
-        self._compare("free", 0, {"initial_state": _initial_state(free)})
+        free = self._built("free")
+        self._compare("free", 0, {"initial_state": _initial_state(self._state(free))})
         for index in range(self.steps):
             self._compare("free", index, self._step(free, index, "free"))
-            self._compare("free", index, free.state())
+            self._compare("free", index, self._state(free))
             if evaluates_after(self.case, index) and index < self.steps - 1:
                 self._eval_outputs(free)
         facts = dict(free.facts())
@@ -114,23 +110,23 @@ class Drive:
             self.note(f"building step {index}")
             alone = case.at(index, self.store.draw(index))
             run = self.style.build(alone, self.context)
-            self._compare("free", index, {"initial_state": _initial_state(run)})
+            self._compare("free", index, {"initial_state": _initial_state(self._state(run))})
             self._compare_hyper_parameters(run, index)
             self.note(f"step {index}")
             batch = alone.batch(0)
             alone.seed_step(0)
             self._compare("free", index, run.step(0, batch))
-            self._compare("free", index, run.state())
+            self._compare("free", index, self._state(run))
             facts = facts or dict(run.facts())
         return facts
 
     def _run_anchored(self) -> None:
         """Run the anchored build; its step 0 is the free run's and is not compared again."""
-        self.note("building the anchored run")
-        anchored = self.style.build(self.case, self.context)
+        anchored = self._built("anchored")
         self._step(anchored, 0, "anchored")
         for index in range(1, self.steps):
-            unknown = anchor(anchored, self.store, index, self.mesh_shape)
+            with self.stopwatch("anchor"):
+                unknown = anchor(anchored, self.store, index, self.mesh_shape)
             if self.context.any_rank(bool(unknown)):
                 self.is_anchored = False
                 if unknown:
@@ -153,9 +149,15 @@ class Drive:
         if wanted:
             state = {
                 stage: {n: seen for n, seen in tensors.items() if (stage, n) in wanted}
-                for stage, tensors in run.state().items()
+                for stage, tensors in self._state(run).items()
             }
             self._compare("anchored", index, state)
+
+    def _built(self, name: str) -> StyleRun:
+        """Build the style once more."""
+        self.note(f"building the {name} run")
+        with self.stopwatch("build"):
+            return self.style.build(self.case, self.context)
 
     def _step(self, run: StyleRun, index: int, name: str) -> Observation:
         """Run one step from its seed."""
@@ -164,15 +166,22 @@ class Drive:
             self._compare_hyper_parameters(run, index)
         batch = self.case.batch(index)
         self.case.seed_step(index)
-        return run.step(index, batch)
+        with self.stopwatch("steps"):
+            return run.step(index, batch)
+
+    def _state(self, run: StyleRun) -> Observation:
+        """Return a run's live state."""
+        with self.stopwatch("compare"):
+            return run.state()
 
     def _compare(self, run: str, step: int, observation: Observation) -> None:
         """Compare what this process holds with its slice of the reference."""
         if self.dump is not None:
             self.dump.take(run, step, observation)
-        self.statistics += compare(
-            self.store, observation, run=run, step=step, mesh_shape=self.mesh_shape
-        )
+        with self.stopwatch("compare"):
+            self.statistics += compare(
+                self.store, observation, run=run, step=step, mesh_shape=self.mesh_shape
+            )
 
     def _compare_hyper_parameters(self, run: StyleRun, index: int) -> None:
         """Compare learning rates and the like before a step of the free run."""
@@ -199,7 +208,10 @@ class Drive:
         self.note("the eval forward")
         self.case.seed_step(self.case.steps)
         try:
-            with UserCode("The eval forward", path=self.case.path, slug="forward-raised"):
+            with (
+                self.stopwatch("evaluate"),
+                UserCode("The eval forward", path=self.case.path, slug="forward-raised"),
+            ):
                 return run.evaluate(self.case.batch(0))
         except SpmdVerifyError as error:
             self.notes.append(error.message)
@@ -281,7 +293,6 @@ def _refuse_odd_axes(style: Style, axes: Mapping[str, int]) -> None:
         )
 
 
-def _initial_state(run: StyleRun) -> dict[str, Observed]:
-    """Return parameters and buffers before step 0."""
-    state = run.state()
+def _initial_state(state: Observation) -> dict[str, Observed]:
+    """Return parameters and buffers of a state before step 0."""
     return {**state.get("parameters", {}), **state.get("buffers", {})}

@@ -14,16 +14,17 @@ import msgspec
 import torch
 from torch import nn
 
-from spmd_verify import noise, styles
+from spmd_verify import garbage, noise, styles
 from spmd_verify.adversarial_case import AdversarialCase
 from spmd_verify.adversarial_search import with_even_size, with_uneven_size
 from spmd_verify.case import LoadedCase, load_case
-from spmd_verify.compare import Statistics
 from spmd_verify.exact_case import ExactCase
 from spmd_verify.exact_reference import make_exact_reference
 from spmd_verify.judge import Judgement, judge
+from spmd_verify.measure import Statistics
 from spmd_verify.planting.planted import PlantedStyle
 from spmd_verify.record import Cell
+from spmd_verify.runner.caching import through_cache
 from spmd_verify.runner.drive import Drive
 from spmd_verify.runner.dumping import DumpTaker
 from spmd_verify.runner.failures import is_user_file
@@ -42,6 +43,7 @@ from spmd_verify.runner.specs import (
 )
 from spmd_verify.runner.worker import Context, job
 from spmd_verify.single import make_reference
+from spmd_verify.stopwatch import Stopwatch
 from spmd_verify.store import Store, write_store
 from spmd_verify.styles.base import Style, StyleContext, mesh_coordinates
 from spmd_verify.styles.user import mesh_of
@@ -99,9 +101,20 @@ def write_reference(context: Context, payload: bytes) -> bytes:
     """
     spec = decode(payload, ReferenceSpec)
     case = loaded(context, spec.case)
+
+    def make(stopwatch: Stopwatch) -> ReferenceReport:
+        return _make_reference(context, case, Path(spec.store_path), stopwatch)
+
+    return encode(through_cache(case, spec, make))
+
+
+def _make_reference(
+    context: Context, case: LoadedCase, path: Path, stopwatch: Stopwatch
+) -> ReferenceReport:
+    """Run a case on one device and write its store."""
     context.note("reference runs on one device")
     info = None
-    with case.on_one_device():
+    with stopwatch("reference"), case.on_one_device():
         if isinstance(case, ExactCase):
             found = make_exact_reference(case)
             device, reference, measured, info = found.parts
@@ -109,26 +122,26 @@ def write_reference(context: Context, payload: bytes) -> bytes:
             device, reference = make_reference(case)
     if info is None:
         context.note("noise runs")
-        measured = noise.measure(device, reference)
+        with stopwatch("noise"):
+            measured = noise.measure(device, reference)
     context.note("writing the reference")
     model, optimizer = device.build()
     parameters = named_parameters(model)[0]
-    write_store(
-        Path(spec.store_path),
-        reference,
-        measured,
-        dtype=spec.case.dtype,
-        trainable=[name for name, tensor in parameters.items() if tensor.requires_grad],
-        exact=info,
-    )
-    changed = case.changes.notes if isinstance(case, AdversarialCase) else ()
-    return encode(
-        ReferenceReport(
-            notes=[*changed, *_reference_notes(reference, measured)],
-            is_sgd=all(type(each) is torch.optim.SGD for each in optimizers_of(optimizer)),
-            is_stepped=info is not None or _is_stepped(case, model, optimizer),
+    with stopwatch("write"):
+        write_store(
+            path,
+            reference,
+            measured,
+            dtype=str(case.dtype).removeprefix("torch."),
+            trainable=[name for name, tensor in parameters.items() if tensor.requires_grad],
             exact=info,
         )
+    changed = case.changes.notes if isinstance(case, AdversarialCase) else ()
+    return ReferenceReport(
+        notes=[*changed, *_reference_notes(reference, measured)],
+        is_sgd=all(type(each) is torch.optim.SGD for each in optimizers_of(optimizer)),
+        is_stepped=info is not None or _is_stepped(case, model, optimizer),
+        exact=info,
     )
 
 
@@ -184,6 +197,8 @@ def run_cell(context: Context, payload: bytes) -> bytes:
             notes=[*run.notes, *facts.get("notes", ())],
             watched=None if planted is None else planted.watched(run.statistics),
             facts={**facts.get("facts", {}), "is_anchored": run.is_anchored},
+            seconds=run.stopwatch.seconds,
+            cpu_seconds=run.stopwatch.cpu_seconds,
         )
     )
 
@@ -240,20 +255,31 @@ def _located(
 @job
 def judge_cell(_context: Context, payload: bytes) -> bytes:
     """Judge a cell by what its processes found: `JudgeRequest -> record.Cell`."""
-    request = decode(payload, JudgeRequest)
-    reports = [decode(part, CellReport) for part in request.parts]
-    statistics = [
-        entry
-        for report in reports
-        for entry in msgspec.msgpack.decode(report.statistics, type=list[Statistics])
-    ]
-    judgement = judge(
-        Store(request.cell.store_path),
-        statistics,
-        axes=request.cell.axes,
-        is_anchored=all(report.facts.get("is_anchored") for report in reports),
-    )
-    return encode(_cell(request, reports, judgement))
+    stopwatch = Stopwatch()
+    with stopwatch("judge"):
+        request = decode(payload, JudgeRequest)
+        reports = [decode(part, CellReport) for part in request.parts]
+        statistics = [
+            entry
+            for report in reports
+            for entry in msgspec.msgpack.decode(report.statistics, type=list[Statistics])
+        ]
+        judgement = judge(
+            Store(request.cell.store_path),
+            statistics,
+            axes=request.cell.axes,
+            is_anchored=all(report.facts.get("is_anchored") for report in reports),
+        )
+        cell = _cell(request, reports, judgement)
+    cell.unknown["seconds"] = _longest([r.seconds for r in reports]) | stopwatch.seconds
+    cell.unknown["cpu_seconds"] = _longest([r.cpu_seconds for r in reports]) | stopwatch.cpu_seconds
+    return encode(cell)
+
+
+def _longest(tables: list[dict[str, float]]) -> dict[str, float]:
+    """Return the longest time of every part over the processes of a cell."""
+    parts = dict.fromkeys(part for table in tables for part in table)
+    return {part: max(table.get(part, 0.0) for table in tables) for part in parts}
 
 
 def _cell(request: JudgeRequest, reports: list[CellReport], judgement: Judgement) -> Cell:
@@ -307,7 +333,9 @@ def loaded(context: Context, spec: CaseSpec) -> LoadedCase:
     if known is not None and known[0] == spec:
         case: LoadedCase = known[1]
         return case
-    context.cache.clear()
+    if context.cache:
+        context.cache.clear()
+        garbage.collect()
     case = load_case(
         spec.address,
         dtype=spec.dtype,

@@ -25,6 +25,7 @@ from typing import Any
 
 import msgspec
 
+from spmd_verify.errors import InternalError
 from spmd_verify.runner import failures
 from spmd_verify.runner.failures import Failure, RankEnd
 from spmd_verify.runner.messages import (
@@ -271,8 +272,16 @@ class Pool:
             name=f"{self._name}{rank}",
             daemon=True,
         )
-        with _without_main():
-            process.start()
+        try:
+            with _without_main():
+                process.start()
+        except (EOFError, ConnectionError) as error:
+            raise InternalError(
+                f"No worker was started: {self._name} {rank}. The process that starts workers "
+                f"is gone ({type(error).__name__}); it was killed, or importing torch or "
+                f"spmd_verify failed in it: see its output above. Run the command again",
+                slug="fork-server",
+            ) from error
         theirs.close()
         their_lifeline.close()
         return _Rank(rank, process, ours, our_lifeline, log_path, stack_path)

@@ -72,10 +72,17 @@ class CaseReport(msgspec.Struct, frozen=True):
 
 
 class ReferenceSpec(msgspec.Struct, frozen=True):
-    """Make the reference of a case and write it to a store."""
+    """Make the reference of a case and write it to a store.
+
+    Attributes:
+        case: The case.
+        store_path: Folder to write to.
+        cache_path: Folder of the references of earlier runs; empty to use none.
+    """
 
     case: CaseSpec
     store_path: str
+    cache_path: str = ""
 
 
 class ReferenceReport(msgspec.Struct, frozen=True):
@@ -86,12 +93,18 @@ class ReferenceReport(msgspec.Struct, frozen=True):
         is_sgd: Whether the case trains with `torch.optim.SGD` only.
         is_stepped: Whether a step steps the optimizer that the case builds.
         exact: What exact mode proved; None in other modes.
+        remarks: What is said of this run only, such as that the cache was used.
+        seconds: Wall time by part, see `stopwatch`.
+        cpu_seconds: Processor time by part.
     """
 
     notes: list[str]
     is_sgd: bool = False
     is_stepped: bool = True
     exact: ExactInfo | None = None
+    remarks: list[str] = []
+    seconds: dict[str, float] = {}
+    cpu_seconds: dict[str, float] = {}
 
 
 class CellSpec(msgspec.Struct, frozen=True):
@@ -150,6 +163,8 @@ class CellReport(msgspec.Struct, frozen=True):
         notes: What the report says besides, such as why an eval forward failed.
         watched: What planting a fault saw.
         facts: What examinations ask of the style, such as its wrappers; plain values.
+        seconds: Wall time by part, see `stopwatch`.
+        cpu_seconds: Processor time by part.
     """
 
     statistics: bytes
@@ -159,6 +174,8 @@ class CellReport(msgspec.Struct, frozen=True):
     notes: list[str]
     watched: Watched | None = None
     facts: dict[str, Any] = {}
+    seconds: dict[str, float] = {}
+    cpu_seconds: dict[str, float] = {}
 
 
 class JudgeRequest(msgspec.Struct, frozen=True):

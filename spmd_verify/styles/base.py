@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from spmd_verify.case import LoadedCase
+from spmd_verify.stopwatch import Stopwatch
 from spmd_verify.trajectory import Observation, Observed
 
 __all__ = ["Observation", "Observed", "Style", "StyleContext", "StyleRun"]
@@ -33,6 +34,7 @@ class StyleContext:
         shared: Kept between the cells of one case in this process, for what styles can
             use again, such as a captured step; keys begin with the style's module.
         cell: Kept between the builds of one cell in this process; see `kept`.
+        stopwatch: Where the cell's time goes; a style that captures a step says so here.
     """
 
     axes: Mapping[str, int]
@@ -41,6 +43,7 @@ class StyleContext:
     is_lockstep: bool
     shared: MutableMapping[str, Any] = field(default_factory=dict)
     cell: MutableMapping[str, Any] = field(default_factory=dict)
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
 
     def kept(self, key: str, make: Callable[[], Any]) -> Any:
         """Return what was made under `key` for this cell, making it the first time."""

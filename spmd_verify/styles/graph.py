@@ -28,6 +28,7 @@ from spmd.lockstep import CaptureCache
 from spmd.session import CompiledStep
 from spmd_verify.case import LoadedCase
 from spmd_verify.errors import Unsupported
+from spmd_verify.garbage import collecting_later
 from spmd_verify.layouts import is_partial, reduce_op
 from spmd_verify.model_build import evaluating
 from spmd_verify.observe import observed
@@ -172,13 +173,21 @@ class GraphRun:
         """Compile a step under the style's mode for the context's runner."""
         with _refusals():
             mode = self.context.kept(f"{what} mode", lambda: self._mode(what))
+            compiled: CompiledStep
             if self.context.is_lockstep:
-                return spmd.lockstep.compile(parallel_mode=mode, mesh=self.mesh, captures=captures)(
-                    step
-                )
-            compiled = spmd.compile(parallel_mode=mode, batch="global")(step)
+                lockstep = spmd.lockstep.compile(parallel_mode=mode, mesh=self.mesh)
+                compiled = lockstep(step)
+            else:
+                compiled = spmd.compile(parallel_mode=mode, batch="global")(step)
             compiled.shared = captures
+            compiled.capturing = self._capturing
             return compiled
+
+    @contextmanager
+    def _capturing(self) -> Iterator[None]:
+        """Return the context of a capture."""
+        with self.context.stopwatch("capture"), collecting_later():
+            yield
 
     def _mode(self, what: str) -> spmd.ParallelMode:
         """Return the style's mode; both builds of a cell use the same one."""
