@@ -218,25 +218,36 @@ class Examination:
 
     def padded(self, first: Row) -> Cause | None:
         """`uneven`: the ranks hold more of a dim together than there is: padding takes part."""
-        exhibit = self.exhibit
-        for row in exhibit.stage_rows("module_outputs"):
+        found: list[str] = []
+        said = ""
+        for row in self.exhibit.stage_rows("module_outputs"):
             if row.name == first.name:
                 break
-            held = list(exhibit.locals(row).values())
-            if not held or any(local.ndim != len(row.shape) for local in held):
-                continue
-            for dim, size in enumerate(row.shape):
-                total = sum(local.shape[dim] for local in held)
-                others = {(*local.shape[:dim], *local.shape[dim + 1 :]) for local in held}
-                is_padded = size < total < size + len(held)
-                if is_padded and others == {(*row.shape[:dim], *row.shape[dim + 1 :])}:
-                    text = (
-                        f"{row.name}: the ranks of {self.mesh_text()} hold {total} slices of dim "
-                        f"{dim} together, one device has {size}: padding takes part in what is "
-                        f"computed from it"
-                    )
-                    names = list(dict.fromkeys([row.name, first.name, *affected(exhibit)]))
-                    return cause("uneven", text, tensors=names, ranks=first.ranks)
+            surplus = self.surplus(row)
+            if surplus is not None:
+                found.append(row.name)
+                said = said or (
+                    f"{row.name}: the ranks of {self.mesh_text()} hold {surplus[1]} slices of dim "
+                    f"{surplus[0]} together, one device has {row.shape[surplus[0]]}: padding takes "
+                    f"part in what is computed from it"
+                )
+        if not found:
+            return None
+        names = list(dict.fromkeys([*found, first.name, *affected(self.exhibit)]))
+        text = f"{said} (also {words.listed(names[1:])})"
+        return cause("uneven", text, tensors=names, ranks=first.ranks)
+
+    def surplus(self, row: Row) -> tuple[int, int] | None:
+        """Return the dim of which ranks hold too many slices together, and how many."""
+        held = list(self.exhibit.locals(row).values())
+        if not held or any(local.ndim != len(row.shape) for local in held):
+            return None
+        for dim, size in enumerate(row.shape):
+            total = sum(local.shape[dim] for local in held)
+            others = {(*local.shape[:dim], *local.shape[dim + 1 :]) for local in held}
+            is_padded = size < total < size + len(held)
+            if is_padded and others == {(*row.shape[:dim], *row.shape[dim + 1 :])}:
+                return dim, total
         return None
 
     def last_resort(self, first: Row) -> Cause | None:
