@@ -227,8 +227,8 @@ class Examination:
             if surplus is not None:
                 found.append(row.name)
                 said = said or (
-                    f"{row.name}: the ranks of {self.mesh_text()} hold {surplus[1]} slices of dim "
-                    f"{surplus[0]} together, one device has {row.shape[surplus[0]]}: padding takes "
+                    f"{row.name}: the ranks of {self.mesh_text()} have {surplus[1]} slices of dim "
+                    f"{surplus[0]}, one device has {row.shape[surplus[0]]}: padding takes "
                     f"part in what is computed from it"
                 )
         if not found:
@@ -238,13 +238,16 @@ class Examination:
         return cause("uneven", text, tensors=names, ranks=first.ranks)
 
     def surplus(self, row: Row) -> tuple[int, int] | None:
-        """Return the dim of which ranks hold too many slices together, and how many."""
+        """Return the dim of which a rank, or all together, have too many slices; how many."""
         held = list(self.exhibit.locals(row).values())
         if not held or any(local.ndim != len(row.shape) for local in held):
             return None
         for dim, size in enumerate(row.shape):
             total = sum(local.shape[dim] for local in held)
             others = {(*local.shape[:dim], *local.shape[dim + 1 :]) for local in held}
+            largest = max(local.shape[dim] for local in held)
+            if largest > size and others == {(*row.shape[:dim], *row.shape[dim + 1 :])}:
+                return dim, largest
             is_padded = size < total < size + len(held)
             if is_padded and others == {(*row.shape[:dim], *row.shape[dim + 1 :])}:
                 return dim, total
