@@ -49,7 +49,11 @@ def run(path: Path, dtype: str) -> dict[str, Any]:
     expected = expectations(path)
     options = Options(
         no_cache=True,
-        targets=(str(path),), styles=("user",), dtype=dtype, timeout_seconds=300.0, verbosity=-1
+        targets=(str(path),),
+        styles=("user",),
+        dtype=dtype,
+        timeout_seconds=300.0,
+        verbosity=-1,
     ).checked()
     progress, start = Progress(quiet=True), time.monotonic()
     try:
