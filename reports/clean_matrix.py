@@ -102,8 +102,8 @@ def render(results: list[dict[str, Any]]) -> str:
             f"- {dtype}: {len(ratios)} cells, worst error / noise {max(ratios, default=0):.2f}"
         )
     lines.append(
-        "- bfloat16's floor is wider: the noise runs round every sum to 8 bits, as ranks that add in "
-        "bfloat16 do; the limit c is 6 instead of 4 (verdict.LIMITS)"
+        "- bfloat16's floor is wider: the noise runs round every sum to 8 bits, as ranks that add "
+        "in bfloat16 do; the limit c is 6 instead of 4 (verdict.LIMITS)"
     )
     rows = [_row(result) for result in results]
     header = ["case", "dtype", "seed", "styles", "cells", "verdicts", "worst error / noise", "s"]

@@ -49,7 +49,11 @@ def run(path: Path, dtype: str) -> dict[str, Any]:
     expected = expectations(path)
     options = Options(
         no_cache=True,
-        targets=(str(path),), styles=("user",), dtype=dtype, timeout_seconds=300.0, verbosity=-1
+        targets=(str(path),),
+        styles=("user",),
+        dtype=dtype,
+        timeout_seconds=300.0,
+        verbosity=-1,
     ).checked()
     progress, start = Progress(quiet=True), time.monotonic()
     try:
@@ -181,8 +185,8 @@ def main() -> int:
             print(f"{path.stem}: {result['error']}", flush=True)
     results = []
     for path in files:
-        for kept in sorted(FOLDER.glob(f"{path.stem}-*.json")):
-            results.append(json.loads(kept.read_text()))
+        kept = sorted(FOLDER.glob(f"{path.stem}-*.json"))
+        results += [json.loads(each.read_text()) for each in kept]
     (ROOT / "reports" / "faults.md").write_text(render(results))
     bad = [s for r in results for s in r["styles"] if s["wrong"]]
     return 1 if bad or any(r.get("error") for r in results) else 0

@@ -150,6 +150,7 @@ def render() -> str:
         for result, cell in cells
         if result["dtype"] == "float64" and cell["error_by_scale"] > SMALL_ERROR
     }
+    loudest = ", ".join(sorted(loud)) or "none"
     reasons = sum((Counter(cell["reasons"]) for _, cell in cells), Counter())
     head = [
         "Written by `make table` (reports/table.py): lock-step runner, 3 steps, the case's own "
@@ -158,7 +159,7 @@ def render() -> str:
         f"- {len(results)} of {len(planned())} runs done, {len(passing)} of {len(cells)} cells "
         f"pass, {sum('refused' in result for result in results)} cases refused",
         f"- worst error / ||S|| in float64, rows fed by a float32 island apart: "
-        f"{max(errors, default=0.0):.1e}; above {SMALL_ERROR:.0e}: {', '.join(sorted(loud)) or 'none'}",
+        f"{max(errors, default=0.0):.1e}; above {SMALL_ERROR:.0e}: {loudest}",
         f"- more than {MOST_UNDETERMINED:.0%} undetermined rows: {', '.join(above) or 'none'}",
         *(f"- undetermined, {number} rows: {reason}" for reason, number in reasons.most_common()),
     ]

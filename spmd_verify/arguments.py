@@ -79,6 +79,8 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
         "judged bit for bit")  # fmt: skip
     add("--steps", type=int, help="training steps (default: 3)")
     add("--seed", type=int, help="base seed (default: 0)")
+    add("--adversarial", action="store_true", help="inputs and initial values that hide little: "
+        "see docs/adversarial.md")  # fmt: skip
     add("-k", dest="match", metavar="GLOB", help="only cells CASE/STYLE that match")
     add("-x", dest="stop_at_first", action="store_true", help="stop after the first failing cell")
     how = parser.add_argument_group("how to run it")

@@ -265,3 +265,14 @@ def _parameter_names(function: Callable[..., Any]) -> frozenset[str]:
         return frozenset(inspect.signature(function).parameters)
     except (TypeError, ValueError):
         return frozenset()
+
+
+def first_size(tensors: Mapping[str, Tensor], dims: Mapping[str, int | None]) -> int | None:
+    """Return the batch size: along the first declared dim, else dim 0 of the first tensor."""
+    for path, dim in dims.items():
+        if dim is not None:
+            return int(tensors[path].shape[dim])
+    undeclared = [leaf for path, leaf in tensors.items() if leaf.ndim and path not in dims]
+    inputs = [leaf for path, leaf in tensors.items() if leaf.ndim and not path.startswith(TARGETS)]
+    first = (undeclared or inputs)[:1]
+    return int(first[0].shape[0]) if first else None

@@ -20,12 +20,12 @@ from torch.utils import _pytree as pytree
 from spmd_verify import refusals
 from spmd_verify.address import Address, parse
 from spmd_verify.batches import (
-    TARGETS,
     BatchForm,
     BatchSource,
     batch_dim,
     cast_floating,
     declared_dims,
+    first_size,
     leaf_paths,
 )
 from spmd_verify.default_loss import PROJECTION_NOTE, default_loss, own_loss
@@ -59,7 +59,7 @@ DTYPES: Final[dict[str, torch.dtype]] = {
 # Large enough to move every parameter visibly, small enough for a few steps of anything.
 PROBE_LEARNING_RATE: Final = 1e-2
 # Overrides that change how a case is run, not what it is.
-SETTINGS: Final = frozenset({"optimizer", "random", "rows", "exact"})
+SETTINGS: Final = frozenset({"between", "exact", "inputs", "optimizer", "random", "rows"})
 _REFUSED_OPTIMIZERS: Final = ("LBFGS", "SparseAdam")
 
 
@@ -208,7 +208,7 @@ class LoadedCase:
         dims: dict[str, int | None] = {
             path: batch_dim(declared[path]) for path in tensors if path in declared
         }
-        size = _first_size(tensors, dims)
+        size = first_size(tensors, dims)
         return {
             path: dims.get(path, 0 if leaf.ndim and leaf.shape[0] == size else None)
             for path, leaf in tensors.items()
@@ -408,8 +408,8 @@ def load_case(
         dtype: A key of `DTYPES`.
         seed: The base seed; also set before the file is executed.
         steps: Training steps per run.
-        overrides: `optimizer=sgd`, `exact=yes` (docs/design.md part 3.8), and for `hf:`
-            addresses fields of the configuration.
+        overrides: `optimizer=sgd`, `exact=yes` (docs/design.md part 3.8), `inputs=adversarial`
+            (docs/adversarial.md), and for `hf:` addresses fields of the configuration.
 
     Raises:
         CaseError: with the smallest fix.
@@ -426,28 +426,10 @@ def load_case(
         module = import_case_module(parsed)
         hooks, digest = discover(module, parsed), source_hash(parsed, module)
     settings = CaseSettings(DTYPES[dtype], seed, steps, given)
-    case = _kind(given)(parsed, hooks, settings, digest)
+    from spmd_verify.case_kinds import kind_of  # builds on this module
+
+    case = kind_of(given)(parsed, hooks, settings, digest)
     if hooks.inputs is None:
         taken = [str(entry) for entry in case.forward_parameters.values()]
         raise refusals.no_inputs(address, taken)
     return case
-
-
-def _kind(overrides: Mapping[str, str]) -> type[LoadedCase]:
-    """Return the class of a case with these overrides."""
-    if "exact" not in overrides:
-        return LoadedCase
-    from spmd_verify.exact_case import ExactCase  # a kind of LoadedCase
-
-    return ExactCase
-
-
-def _first_size(tensors: dict[str, Tensor], dims: dict[str, int | None]) -> int | None:
-    """Return the batch size: along the first declared dim, else dim 0 of the first tensor."""
-    for path, dim in dims.items():
-        if dim is not None:
-            return int(tensors[path].shape[dim])
-    undeclared = [leaf for path, leaf in tensors.items() if leaf.ndim and path not in dims]
-    inputs = [leaf for path, leaf in tensors.items() if leaf.ndim and not path.startswith(TARGETS)]
-    first = (undeclared or inputs)[:1]
-    return int(first[0].shape[0]) if first else None

@@ -85,6 +85,7 @@ def options_from(arguments: argparse.Namespace, words: Sequence[str]) -> Options
         verbosity=-1 if arguments.quiet else arguments.verbose,
         mesh_sweep=tuple(parse_mesh(text) for text in arguments.mesh_sweep),
         reports=tuple(report_argument(text) for text in arguments.report),
+        overrides={"inputs": "adversarial"} if arguments.adversarial else {},
         command=("spmd-verify", *words),
         **{renamed.get(key, key.replace("-", "_")): value for key, value in settings.items()},
     ).checked()

@@ -1,12 +1,16 @@
-"""What a DTensor says of itself, in the checker's placements on the mesh of all ranks."""
+"""What a rank holds of a tensor: local values, and placements on the mesh of all ranks.
+
+The only module of the checker that knows DTensor and torch's wrappers. Local values are read
+with `to_local`, never `full_tensor`, which would reduce first and hide differences between ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from spmd_verify.dump_format import OPERATIONS
 from spmd_verify.layouts import (
@@ -19,6 +23,39 @@ from spmd_verify.layouts import (
 )
 
 Layout = tuple[Any, ...]
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Say whether a module reduces the gradients of what it wraps: DDP or fully_shard."""
+    from torch.distributed.fsdp import FSDPModule  # a recorded script may do without
+    from torch.nn.parallel import DistributedDataParallel
+
+    return isinstance(module, (DistributedDataParallel, FSDPModule))
+
+
+def is_distributed(value: Any) -> bool:
+    """Say whether a tensor carries placements of its own."""
+    return hasattr(value, "placements") and hasattr(value, "to_local")
+
+
+def local_of(value: Any) -> Tensor:
+    """Return the local tensor of a DTensor, once it is there; a plain tensor as it is."""
+    local: Any = value.to_local() if is_distributed(value) else value
+    wait = getattr(local, "wait", None)  # a collective that still runs
+    return wait() if callable(wait) else local
+
+
+def local_part(value: Any, mesh: Any, axes: Mapping[str, int]) -> tuple[Tensor, Layout | None]:
+    """Return `(local tensor, one placement per axis of the mesh of all ranks)`.
+
+    None stands for the placements of a plain tensor, and of a DTensor on a mesh whose axes
+    are not those. Axes that a DTensor's own mesh lacks replicate it.
+    """
+    local = local_of(value)
+    if not is_distributed(value):
+        return local, None
+    names = _axes_of(value.device_mesh, mesh, axes)
+    return local, None if names is None else _by_axis(names, value.placements, axes)
 
 
 def root_mesh(model: nn.Module) -> Any:
@@ -52,13 +89,12 @@ def layout_of(
         be needed on one axis.
     """
     own, shape = value.device_mesh, tuple(value.shape)
-    names = own.mesh_dim_names
     placements = tuple(value.placements)
-    if mesh is not None and (own == mesh or (names and set(names) <= set(axes))):
-        by_name = dict(zip(names or axes, placements, strict=True))
-        is_ordered = [name for name in axes if name in by_name] == list(by_name)
+    names = None if mesh is None else _axes_of(own, mesh, axes)
+    if names is not None:
+        is_ordered = [name for name in axes if name in names] == list(names)
         if is_ordered and not any(hasattr(each, "split_factor") for each in placements):
-            return tuple(by_name.get(name, Replicate()) for name in axes)
+            return _by_axis(names, placements, axes)
     coordinate = own.get_coordinate()
     if coordinate is None or not all(map(_is_plain, placements)):
         return None
@@ -71,6 +107,35 @@ def is_odd_partial(value: Any) -> bool:
         is_partial(each) and (type(each).__name__ != "Partial" or reduce_op(each) not in OPERATIONS)
         for each in getattr(value, "placements", ())
     )
+
+
+def _by_axis(names: Sequence[str], placements: Iterable[Any], axes: Mapping[str, int]) -> Layout:
+    """Return one placement per axis; an axis without one replicates."""
+    by_name = dict(zip(names, placements, strict=True))
+    return tuple(by_name.get(axis, Replicate()) for axis in axes)
+
+
+def _axes_of(own: Any, mesh: Any, axes: Mapping[str, int]) -> tuple[str, ...] | None:
+    """Return the axes that the dims of a mesh run along, None where they are none of `axes`.
+
+    Without their names its dims are recognised by size and by the distance of neighbouring
+    ranks.
+    """
+    names = own.mesh_dim_names
+    if names and set(names) <= set(axes):
+        return tuple(names)
+    if own == mesh:
+        return tuple(axes)
+    strides = dict(zip(axes, mesh.mesh.stride(), strict=True))
+    found = []
+    for dim in range(own.mesh.ndim):
+        line = own.mesh.movedim(dim, 0).reshape(own.mesh.shape[dim], -1)[:, 0].tolist()
+        distance = line[1] - line[0] if len(line) > 1 else 0
+        fitting = [axis for axis in axes if axes[axis] == len(line) and strides[axis] == distance]
+        if len(fitting) != 1:
+            return None
+        found.append(fitting[0])
+    return tuple(found) if len(set(found)) == len(found) else None
 
 
 def _is_plain(placement: Any) -> bool:

@@ -73,7 +73,8 @@ class Examination:
         if found is None:
             wanted = self.wanted(first)
             best = first.ratio if first.ratio is not None else 0.0
-            names = list(dict.fromkeys([first.name, *affected(self.exhibit)]))
+            alike = words.names_of(self.exhibit.mismatches(first.stage))
+            names = list(dict.fromkeys([first.name, *alike, *affected(self.exhibit)]))
             found = self.last_resort(first) or cause(
                 "unexplained",
                 f"no known cause fits {words.listed(names)} on {self.mesh_text()}",
@@ -215,8 +216,48 @@ class Examination:
         case = self.exhibit.case
         return [str(case.batch_size_of(part)) for part in self.exhibit.part_batches.values()]
 
+    def padded(self, first: Row) -> Cause | None:
+        """`uneven`: the ranks hold more of a dim together than there is: padding takes part."""
+        found: list[str] = []
+        said = ""
+        for row in self.exhibit.stage_rows("module_outputs"):
+            if row.name == first.name:
+                break
+            surplus = self.surplus(row)
+            if surplus is not None:
+                found.append(row.name)
+                said = said or (
+                    f"{row.name}: the ranks of {self.mesh_text()} have {surplus[1]} slices of dim "
+                    f"{surplus[0]}, one device has {row.shape[surplus[0]]}: padding takes "
+                    f"part in what is computed from it"
+                )
+        if not found:
+            return None
+        names = list(dict.fromkeys([*found, first.name, *affected(self.exhibit)]))
+        text = f"{said} (also {words.listed(names[1:])})"
+        return cause("uneven", text, tensors=names, ranks=first.ranks)
+
+    def surplus(self, row: Row) -> tuple[int, int] | None:
+        """Return the dim of which a rank, or all together, have too many slices; how many."""
+        held = list(self.exhibit.locals(row).values())
+        if not held or any(local.ndim != len(row.shape) for local in held):
+            return None
+        for dim, size in enumerate(row.shape):
+            total = sum(local.shape[dim] for local in held)
+            others = {(*local.shape[:dim], *local.shape[dim + 1 :]) for local in held}
+            largest = max(local.shape[dim] for local in held)
+            if largest > size and others == {(*row.shape[:dim], *row.shape[dim + 1 :])}:
+                return dim, largest
+            is_padded = size < total < size + len(held)
+            if is_padded and others == {(*row.shape[:dim], *row.shape[dim + 1 :])}:
+                return dim, total
+        return None
+
     def last_resort(self, first: Row) -> Cause | None:
-        """`uneven`: right where the batch divides."""
+        """`uneven`: right where the batch divides, or padding that takes part."""
+        found = self.padded(first)
+        if found is not None:
+            return found
         if self.exhibit.experiments.get("divisible"):
             size = self.exhibit.case.batch_size
             sizes = ", ".join(f"{a}={n}" for a, n in self.exhibit.axes.items())

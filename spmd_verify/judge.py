@@ -111,10 +111,7 @@ def judge(
         undetermined_elements=undetermined,
         signal_elements=sum(math.prod(row.shape) for row in moved),
     )
-    doubts = store.index.exact.doubts if store.index.exact is not None else []
-    if doubts and verdict in (Verdict.EXACT, Verdict.ROUNDING):
-        verdict = Verdict.UNDETERMINED
-        reasons.insert(0, f"not exact: {doubts[0]}; what it reaches was judged by its noise")
+    verdict, doubt = _in_doubt(store, verdict)
     return Judgement(
         verdict=verdict,
         rows=rows,
@@ -125,7 +122,7 @@ def judge(
         worst=worst_row(rows),
         counts={verdict: n for verdict in Verdict if (n := count(rows, verdict))},
         exercised=exercised,
-        undetermined_reason=next((str(reason) for reason in reasons if reason), None),
+        undetermined_reason=next((str(reason) for reason in (doubt, *reasons) if reason), None),
         undetermined_elements=undetermined,
         growth=growth(rows, store.index.steps),
         notes=judging.notes,
@@ -141,6 +138,15 @@ _OWN_STATE: Final = (
 
 
 _LARGEST_LIMIT: Final = max(LIMITS.values())
+
+
+def _in_doubt(store: Store, verdict: Verdict) -> tuple[Verdict, str | None]:
+    """Return the verdict of an exact case, and why it is not exact where some row is in doubt."""
+    doubts = store.index.exact.doubts if store.index.exact is not None else []
+    if not doubts or verdict not in (Verdict.EXACT, Verdict.ROUNDING):
+        return verdict, None
+    reason = f"not exact: {doubts[0]}; what it reaches was judged by its noise"
+    return Verdict.UNDETERMINED, reason
 
 
 @dataclass

@@ -162,7 +162,10 @@ class Split(Plain):
     def run_parts(
         self, case: LoadedCase, model: nn.Module, optimizer: Any, batch: Any
     ) -> tuple[list[Tensor], list[Gradients]]:
-        """Run forward and backward of every part; return losses and gradients, unweighted."""
+        """Run forward and backward of every part; return losses and gradients, unweighted.
+
+        A part that has nothing to take a mean of, such as no label, contributes nothing.
+        """
         losses, gradients = [], []
         live = named_parameters(model)[0]
         with case.factory_mode():
@@ -173,13 +176,11 @@ class Split(Plain):
                 output = model(*args, **kwargs)
                 loss = case.loss(output, targets, batch_size=case.batch_size_of(part))
                 loss.backward()
-                losses.append(loss.detach().clone())
+                is_empty = bool(loss.isnan().any())
+                keep = torch.zeros_like if is_empty else torch.clone
+                losses.append(keep(loss.detach()))
                 gradients.append(
-                    {
-                        name: p.grad.detach().clone()
-                        for name, p in live.items()
-                        if p.grad is not None
-                    }
+                    {name: keep(p.grad.detach()) for name, p in live.items() if p.grad is not None}
                 )
         return losses, gradients
 

@@ -1,7 +1,8 @@
 """Build a case's model: constructor arguments, casting, lazy parameters, early refusals."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -104,6 +105,18 @@ def materialise(
     ):
         model(*args, **kwargs)
     model.train()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Run in evaluation mode; afterwards every module is in the mode it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, was_training in modes:
+            module.training = was_training
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

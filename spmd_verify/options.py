@@ -156,8 +156,14 @@ class Options:
 
         Raises:
             UsageError: `unknown-dtype`, `unknown-runner`, `bad-number`, `mesh-too-large`,
-                `unknown-report-format`.
+                `unknown-report-format`, `two-kinds-of-inputs`.
         """
+        if self.exact and "inputs" in self.overrides:
+            raise UsageError(
+                "Cannot run both: --exact and --adversarial. Each brings inputs and initial values "
+                "of its own. Run one after the other",
+                slug="two-kinds-of-inputs",
+            )
         _check_choice("--dtype", self.dtype, DTYPES, slug="unknown-dtype")
         _check_choice("--runner", self.runner, RUNNERS, slug="unknown-runner")
         for report_format, _ in self.reports:

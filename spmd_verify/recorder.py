@@ -21,7 +21,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spmd_verify import dump
-from spmd_verify.dtensor_layouts import is_odd_partial, layout_of, root_mesh
+from spmd_verify.dtensor_layouts import (
+    is_distributed,
+    is_odd_partial,
+    layout_of,
+    local_of,
+    root_mesh,
+)
 from spmd_verify.dump_format import DumpError, Key
 from spmd_verify.errors import UsageError
 from spmd_verify.layouts import Replicate
@@ -266,15 +272,13 @@ def _entry(value: Any, place: Place) -> dump.Entry:
         if is_odd_partial(value):  # a norm whose ranks are not summed but squared first
             value = value.full_tensor()
             shape, layout = tuple(value.shape), (Replicate(),) * len(place.axes)
-        local = value.to_local() if hasattr(value, "to_local") else value
-        if hasattr(local, "wait"):  # a collective that still runs
-            local = local.wait()
+        local = local_of(value)
         if local.layout != torch.strided:
             local = local.to_dense()
         local = local.detach().to("cpu", copy=True)
     if place.world_size == 1:
         shape, layout = tuple(local.shape), (Replicate(),) * len(place.axes)
-    elif hasattr(value, "placements"):
+    elif is_distributed(value):
         layout = layout_of(value, tuple(local.shape), place.axes, place.mesh)
         shape = tuple(value.shape) if layout is not None else None
     return dump.Entry(local, shape, layout)

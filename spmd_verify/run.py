@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Final, Protocol
 
+import msgspec
+
 import spmd_verify.record as records
 from spmd_verify.address import expand
 from spmd_verify.errors import RankError, SpmdVerifyError
@@ -47,7 +49,7 @@ from spmd_verify.runner.specs import (
     encode,
 )
 from spmd_verify.stopwatch import Stopwatch
-from spmd_verify.style_ids import select
+from spmd_verify.style_ids import ENGINE, select
 from spmd_verify.styles import axes_of
 from spmd_verify.verdict import LIMITS
 from spmd_verify.version import __version__
@@ -189,6 +191,9 @@ class _Run:
             styles = list(self._selected(address, report))
             if not styles:
                 return
+            is_engine = set(styles) <= set(ENGINE)
+            decided = report.engine_overrides if is_engine else report.overrides
+            case = msgspec.structs.replace(case, overrides={**case.overrides, **decided})
             self.runner.prepare(options.meshes[0].num_ranks)
             store_path = os.path.join(self.work_dir, f"store-{len(self.record.cells)}")
             reference = self._make_reference(case, store_path)

@@ -75,10 +75,10 @@ def would_show(row: Row, parameter: Row | None) -> bool:
 
     By proportion: an update as wrong as the gradient is, against the noise of the parameter.
     """
-    if parameter is None:
+    if parameter is None or not parameter.noise:  # no floor: rounding may hide a small one
         return False
     expected = float(row.unknown.get("share", 0.0)) * float(row.unknown.get("update", 0.0))
-    return expected > VISIBLE * (parameter.noise or 0.0) and expected > 0.0
+    return expected > VISIBLE * parameter.noise
 
 
 def _owner(row: Row) -> str:

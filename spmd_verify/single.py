@@ -8,7 +8,7 @@ All tensors are global. What a case offers is used here and in `members` only: `
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ from spmd_verify import refusals
 from spmd_verify.batches import TARGETS, cast_floating
 from spmd_verify.case import LoadedCase
 from spmd_verify.float64_mode import CaseDtypeDraws
-from spmd_verify.model_build import cast_module
+from spmd_verify.model_build import cast_module, evaluating
 from spmd_verify.observe import Observer
 from spmd_verify.trajectory import (
     StepRecord,
@@ -178,6 +178,8 @@ class SingleDevice:
             if member is not None:
                 member.after(model, index)
             trajectory.steps.append({**record, **snapshot(model, optimizer)})
+            if evaluates_after(case, index) and anchors is None:
+                eval_outputs(case, model)
         trajectory.steps[0]["initial_state"] = {**initial["parameters"], **initial["buffers"]}
         if anchors is None and steps is None:
             self._evaluate(case, model, trajectory)
@@ -219,19 +221,20 @@ def labels(case: LoadedCase, batch: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def eval_outputs(case: LoadedCase, model: nn.Module) -> dict[str, Tensor]:
-    """Run one eval forward on step 0's inputs; the model is in training mode afterwards.
+    """Run one eval forward on step 0's inputs; the model is in the mode it was in afterwards.
 
     The seed is the one of the step after the last.
     """
     args, kwargs, _ = case.split(cast_floating(case.batch(0), case.dtype))
     case.seed_step(case.steps)
-    model.eval()
-    try:
-        with torch.no_grad(), case.factory_mode():
-            output = model(*args, **kwargs)
-        return {path: tensor.detach().clone() for path, tensor in flatten(output, "model")}
-    finally:
-        model.train()
+    with evaluating(model), torch.no_grad(), case.factory_mode():
+        output = model(*args, **kwargs)
+    return {path: tensor.detach().clone() for path, tensor in flatten(output, "model")}
+
+
+def evaluates_after(case: LoadedCase, step: int) -> bool:
+    """Say whether an eval forward follows a step of free runs: the override `between=eval`."""
+    return case.overrides.get("between") == "eval" and step < case.steps - 1
 
 
 def aliases_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -333,10 +336,3 @@ def _first_other_draw(device: SingleDevice, step: int) -> str:
         if not torch.equal(left, right):
             return f"{name} at {place} leaves another generator state in float64"
     return f"float64 draws {len(found[1])} times, the case's dtype {len(found[0])} times"
-
-
-def all_names(record: StepRecord, stages: Sequence[str]) -> Iterator[tuple[str, str, Tensor]]:
-    """Give `(stage, name, tensor)` of a step in the order of stages."""
-    for stage in stages:
-        for name, value in record.get(stage, {}).items():
-            yield stage, name, value

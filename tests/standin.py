@@ -130,6 +130,9 @@ class StandInRun:
     def optimizers(self) -> list[torch.optim.Optimizer]:
         return optimizers_of(self.optimizer)
 
+    def parameter_groups(self) -> list[list[str]] | None:
+        return None
+
     def evaluate(self, _batch: Any) -> Mapping[str, Observed] | None:
         return None
 

@@ -1,7 +1,8 @@
-"""The programs in docs/modes.md run, and do what the page says."""
+"""The programs in docs/modes.md run, and do what the page says; other pages name everything."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from training import (
 )
 
 import spmd.lockstep
+from spmd_verify.hooks import UserStyle
+from spmd_verify.planting.faults import EXPECTED_CAUSES
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -82,3 +85,20 @@ def test_the_engine_page_names_every_option() -> None:
         for name in inspect.signature(target).parameters:
             if name not in ("self", "parallel_style"):
                 assert name in text, name
+
+
+def test_the_page_of_own_styles_names_every_hook() -> None:
+    text = (ROOT / "docs/user-styles.md").read_text()
+    for entry in dataclasses.fields(UserStyle):
+        assert f"`{entry.name}_NAME(" in text, entry.name
+
+
+def test_the_page_of_causes_has_every_kind() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/causes.md").read_text(), re.MULTILINE)
+    assert len(rows) == len(set(rows))
+    expected = {kind for kinds in EXPECTED_CAUSES.values() for kind in kinds}
+    for path in (ROOT / "spmd_verify/causes").glob("*.py"):
+        expected.update(re.findall(r'\bcause\(\s*"(\w+)"', path.read_text()))
+        expected.update(re.findall(r'\bkind = "(\w+)"', path.read_text()))
+    assert len(expected) >= 20
+    assert expected <= set(rows)

@@ -12,10 +12,13 @@ TORCH_FREE = {
     "__main__",
     "address",
     "arguments",
+    "causes.words",
     "certificate",
     "cli",
+    "compare_verb",
     "config",
     "errors",
+    "examiner",
     "exit_codes",
     "hf_shrink",
     "hooks",
@@ -24,13 +27,20 @@ TORCH_FREE = {
     "planting",
     "planting.faults",
     "planting.plan",
+    "prober",
     "progress",
     "record",
+    "record_changes",
     "refusals",
     "reporters",
     "reporters.certificates",
     "reporters.json",
     "reporters.terminal",
+    "runner.failures",
+    "runner.folders",
+    "runner.messages",
+    "runner.specs",
+    "settling",
     "style_ids",
     "user_code",
     "verdict",
@@ -38,7 +48,26 @@ TORCH_FREE = {
     "whole_file",
 }
 # The comparison core sees tensors and layouts, never a process group.
-NO_DISTRIBUTED = {"verdict", "layouts", "record", "compare", "cause", "judge", "noise", "store"}
+NO_DISTRIBUTED = {
+    "cause",
+    "causes",
+    "compare",
+    "dim_ranges",
+    "dump",
+    "dump_judge",
+    "examine",
+    "exhibit",
+    "judge",
+    "layouts",
+    "merge",
+    "noise",
+    "record",
+    "semantic",
+    "store",
+    "verdict",
+}
+# Only this one reads what a rank holds of a DTensor.
+KNOWS_DTENSOR = {"dtensor_layouts"}
 # Only these may import the engine.
 MAY_IMPORT_SPMD = {"styles.graph", "runner.lockstep", "drawn_style"}
 # hypothesis is there for those who fuzz, and nobody else's dependency.
@@ -147,11 +176,24 @@ def test_the_comparison_core_imports_no_process_groups(root: Path) -> None:
     modules = _modules(root / "spmd_verify")
     guilty = {
         name
-        for name in NO_DISTRIBUTED & set(modules)
-        if any(_is_in(imported, "torch.distributed") for imported in _imports(modules[name]))
+        for name in modules
+        if (name in NO_DISTRIBUTED or name.startswith("causes."))
+        and any(_is_in(imported, "torch.distributed") for imported in _imports(modules[name]))
     }
 
+    assert set(modules) >= NO_DISTRIBUTED
     assert guilty == set()
+
+
+def test_one_module_reads_the_local_tensors_of_dtensors(root: Path) -> None:
+    guilty = {
+        name
+        for name, path in _modules(root / "spmd_verify").items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in ("to_local", "_local_tensor")
+    }
+
+    assert guilty == KNOWS_DTENSOR
 
 
 @pytest.mark.parametrize("package", ["spmd", "spmd_verify"])

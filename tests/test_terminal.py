@@ -155,6 +155,7 @@ def test_a_wrong_report_of_a_right_training_is_a_warning() -> None:
 
     assert "warning: mlp.py/replicate reports another value than it trains with" in text
     assert "2 rows undetermined, 0 not exercised" in text
+    assert "of the allowed error" not in text
 
 
 def test_under_strict_such_a_cell_gets_its_paragraph() -> None:

@@ -7,6 +7,7 @@ cause is `unexplained` with the best residual.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -76,6 +77,7 @@ STATE: Final[Sequence[Hypothesis]] = (
 )
 PARAMETERS: Final[Sequence[Hypothesis]] = (
     updates.frozen_moved,
+    updates.without_gradient,
     updates.stale,
     updates.optimizer_on_shards,
     updates.partly_stale,
@@ -100,6 +102,8 @@ BY_STAGE: Final[dict[str, Sequence[Hypothesis]]] = {
 }
 
 
+# A tensor of few elements decides little: so many larger ones are asked instead.
+MOST_OTHERS: Final = 2
 # More rows than this are not asked for the same cause.
 MOST_ROWS: Final = 48
 # Stages whose causes are about the values computed from them: those are named too.
@@ -110,11 +114,15 @@ def find(exhibit: Exhibit, row: Row) -> Cause | None:
     """Return the cause of the first divergence, None where no hypothesis holds."""
     if not exhibit.is_known(row) and row.stage != "inputs":
         return state.only_here(exhibit, row)
-    for hypothesis in BY_STAGE.get(row.stage, ()):
-        found = hypothesis(exhibit, row)
-        if found is not None:
-            _extend(exhibit, row, hypothesis, found)
-            return found
+    others = [r for r in exhibit.mismatches(row.stage) if r.name != row.name]
+    others.sort(key=lambda r: -math.prod(r.shape))
+    for tested in (row, *others[:MOST_OTHERS]):
+        for hypothesis in BY_STAGE.get(row.stage, ()):
+            found = hypothesis(exhibit, tested)
+            # What was fitted on another tensor must explain this one too.
+            if found is not None and row.name in found.tensors:
+                _extend(exhibit, tested, hypothesis, found)
+                return found
     return None
 
 
@@ -133,6 +141,8 @@ def _extend(exhibit: Exhibit, row: Row, hypothesis: Hypothesis, found: Cause) ->
     more = [name for name in more if name not in found.tensors]
     if more:
         found.tensors.extend(more)
+    if row.step > 0:
+        found.text += f" (first in step {row.step})"
     unsaid = [name for name in found.tensors if name not in found.text]
     if unsaid:
         found.text += f" (also {words.listed(unsaid)})"

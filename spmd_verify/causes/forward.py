@@ -174,16 +174,12 @@ def _masks_alike(exhibit: Exhibit, row: Row) -> str:
 def additive_bias(exhibit: Exhibit, row: Row) -> Cause | None:
     """`additive`: a wrong output is the right one and k times a parameter of its module."""
     module = module_of(exhibit, row.name)
-    held, whole = exhibit.locals(row), exhibit.reference(row)
-    local = next(iter(held.values()), None)
-    if module is None or local is None:
-        return None
     excess = excess_of(exhibit, row)
-    if excess is None:
+    if module is None or excess is None:
         return None
-    parameters = named_parameters(module)[0]
-    for name, parameter in parameters.items():
-        vector = parameter.detach().to(torch.float64)
+    path = row.name.partition("[")[0].partition("#")[0]
+    for name, parameter in named_parameters(module)[0].items():
+        vector = _value_before(exhibit, f"{path}.{name}", parameter)
         if vector.ndim != 1 or excess.ndim == 0 or excess.shape[-1] != vector.shape[0]:
             continue
         if not bool(vector.any()):
@@ -192,7 +188,7 @@ def additive_bias(exhibit: Exhibit, row: Row) -> Cause | None:
         k = float((excess * spread).sum() / spread.square().sum())
         left = float((excess - k * spread).norm())
         if left <= 4.0 * exhibit.tolerance(row) and abs(k) > 1e-6:
-            full = f"{row.name.partition('[')[0]}.{name}"
+            full = f"{path}.{name}"
             said = _times_text(k, exhibit)
             text = (
                 f"{row.name} exceeds the reference by {number(k)} x {full}{said}: the bias is "
@@ -202,8 +198,15 @@ def additive_bias(exhibit: Exhibit, row: Row) -> Cause | None:
                 "additive", text, tensors=[row.name, full, *affected(exhibit)], ranks=row.ranks,
                 factor=k,
             )  # fmt: skip
-    del whole
     return None
+
+
+def _value_before(exhibit: Exhibit, name: str, initial: Tensor) -> Tensor:
+    """Return a parameter as it is before the step, float64."""
+    before = exhibit.step - 1
+    if before >= 0 and exhibit.store.entry(before, "parameters", name) is not None:
+        return exhibit.store.expected(before, "parameters", name).to(torch.float64)
+    return initial.detach().to(torch.float64)
 
 
 def _times_text(k: float, exhibit: Exhibit) -> str:
@@ -400,8 +403,3 @@ def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
 def _has_rows(exhibit: Exhibit, shape: tuple[int, ...]) -> bool:
     """Say whether a shape has the samples of the batch."""
     return bool(shape) and exhibit.case.batch_size in shape
-
-
-def affected_text(exhibit: Exhibit) -> str:
-    """Return the affected parameters as text."""
-    return listed(affected(exhibit))

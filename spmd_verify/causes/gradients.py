@@ -42,7 +42,8 @@ def part_ranks(exhibit: Exhibit) -> list[int]:
 def unused(exhibit: Exhibit, row: Row) -> Cause | None:
     """`unused`: a gradient exists on some ranks only, or an unused parameter held others back."""
     held = exhibit.locals(row)
-    everyone = set(exhibit.dump.ranks)
+    parameter = exhibit.by_key.get(("free", row.step, "parameters", row.name))
+    everyone = set(exhibit.locals(parameter)) if parameter is not None else set(held)
     same_part = len(exhibit.regions(row)) <= 1
     without = sorted(exhibit.rank_of(at) for at in everyone - set(held))
     if held and without and same_part:
@@ -73,7 +74,7 @@ def tied(exhibit: Exhibit, row: Row) -> Cause | None:
     if len(shares) < 2:
         return None
     both = " and ".join([row.name, *row.aliases])
-    tolerance, whole = 4.0 * exhibit.tolerance(row), exhibit.reference(row)
+    tolerance = 4.0 * exhibit.tolerance(row)
     for at, local in exhibit.locals(row).items():
         part = exhibit.region(row, at)
         if part is None:
@@ -90,7 +91,6 @@ def tied(exhibit: Exhibit, row: Row) -> Cause | None:
             f"a share is missing, the copies drift apart"
         )
         return cause("tied", text, tensors=[row.name, *row.aliases], ranks=row.ranks)
-    del whole
     return None
 
 

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from spmd_verify.causes.words import cause, listed, names_of, rows_text
+from spmd_verify.causes.words import cause, listed, names_of
 from spmd_verify.exhibit import Exhibit
 from spmd_verify.record import Cause, Row
 
@@ -263,14 +263,3 @@ def _is_noise(exhibit: Exhibit, row: Row) -> bool:
     along = float((error * whole).sum()) / float(whole.norm() * error.norm())
     peak = float(error.abs().max()) / float(error.square().mean().sqrt())
     return abs(along) < 0.6 and peak < 12.0
-
-
-def wrong_rows(found: Tensor, whole: Tensor, tolerance: float) -> list[int]:
-    """Return the dim-0 rows that differ by more than the noise of the whole tensor."""
-    error = (found - whole).flatten(1).norm(dim=1) if found.ndim > 1 else (found - whole).abs()
-    return [int(i) for i in (error > tolerance).nonzero().flatten()]
-
-
-def rows_phrase(rows: list[int], size: int) -> str:
-    """Return wrong rows in global coordinates."""
-    return f"rows {rows_text(rows)} of {size}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor, nn
 
 from spmd_verify.causes.patterns import before_step
@@ -21,6 +23,19 @@ def frozen_moved(exhibit: Exhibit, row: Row) -> Cause | None:
     return cause(
         "unused", text, tensors=names_of(exhibit.mismatches("parameters")), ranks=row.ranks
     )
+
+
+def without_gradient(exhibit: Exhibit, row: Row) -> Cause | None:
+    """`unused`: a parameter that one device gives no gradient is updated."""
+    known = set(exhibit.store.names(exhibit.step, "gradients"))
+    if row.name in known or row.name not in exhibit.store.index.trainable:
+        return None
+    names = [name for name in names_of(exhibit.mismatches("parameters")) if name not in known]
+    text = (
+        f"{listed(names)}: unused on one device (the gradient is None, the optimizer leaves it "
+        f"alone), yet updated here: a missing gradient was filled, so weight decay moves it"
+    )
+    return cause("unused", text, tensors=names, ranks=row.ranks)
 
 
 def _unmoved(exhibit: Exhibit, row: Row) -> bool:
@@ -110,11 +125,20 @@ def optimizer_on_shards(exhibit: Exhibit, row: Row) -> Cause | None:
     if not exhibit.is_right("gradients"):
         return None
     names = names_of(exhibit.mismatches("parameters"))
+    optimizer = exhibit.fact("optimizers") or ["the optimizer"]
+    shift = _constant_excess(exhibit, row)
+    if shift is not None:
+        size = math.prod(row.shape)
+        text = (
+            f"{listed(names)}: gradients right, every element of the update of {row.name} off by "
+            f"{shift:.4g}: {optimizer[0]} is not element-wise, and a mean over the tensor's {size} "
+            f"elements is taken wrongly over its shards (padding counted, or a part only)"
+        )
+        return cause("optimizer_sharded", text, tensors=names, ranks=row.ranks)
     by_rank = _update_factors(exhibit, row)
     simulated = _is_shardwise(exhibit, row)
     if not simulated and by_rank is None:
         return None
-    optimizer = exhibit.fact("optimizers") or ["the optimizer"]
     norm = ""
     if by_rank is not None:
         shown = ", ".join(f"rank {r}: {number(k)} x" for r, k in by_rank.items())
@@ -124,6 +148,18 @@ def optimizer_on_shards(exhibit: Exhibit, row: Row) -> Cause | None:
         f"sees only this rank's shard{norm}"
     )
     return cause("optimizer_sharded", text, tensors=names, ranks=row.ranks)
+
+
+def _constant_excess(exhibit: Exhibit, row: Row) -> float | None:
+    """Return by how much all elements of an update are off, where that is one number."""
+    found = exhibit.assembled(row)
+    if found is None or found.numel() < 4:
+        return None
+    excess = found - exhibit.reference(row)
+    mean = float(excess.mean())
+    left = float((excess - mean).norm())
+    is_constant = left <= 4.0 * exhibit.tolerance(row) and abs(mean) * found.numel() ** 0.5 > left
+    return mean if is_constant else None
 
 
 def _update_factors(exhibit: Exhibit, row: Row) -> dict[int, float] | None:

@@ -21,6 +21,7 @@ from spmd_verify.exact_grid import is_power
 from spmd_verify.layouts import region
 from spmd_verify.measure import Statistics
 from spmd_verify.runner.dumping import DumpTaker
+from spmd_verify.single import evaluates_after
 from spmd_verify.store import Store
 from spmd_verify.styles.base import Observation, Observed, Style, StyleContext, StyleRun
 from spmd_verify.trajectory import hyper_parameters, restore_hyper_parameters
@@ -87,6 +88,8 @@ class Drive:
         for index in range(self.steps):
             self._compare("free", index, self._step(free, index, "free"))
             self._compare("free", index, self._state(free))
+            if evaluates_after(self.case, index) and index < self.steps - 1:
+                self._eval_outputs(free)
         facts = dict(free.facts())
         if self.steps > 1:
             self._run_anchored()
@@ -193,10 +196,15 @@ class Drive:
         )
 
     def _evaluate(self, run: StyleRun) -> None:
-        """Run the eval forward as the last act; its failure costs the stage, not the cell."""
+        """Run the eval forward as the last act and compare it."""
         last = self.case.steps - 1
-        if not self.store.names(last, "eval_outputs"):
-            return
+        if self.store.names(last, "eval_outputs"):
+            outputs = self._eval_outputs(run)
+            if outputs is not None:
+                self._compare("free", last, {"eval_outputs": outputs})
+
+    def _eval_outputs(self, run: StyleRun) -> Mapping[str, Observed] | None:
+        """Run an eval forward on step 0's inputs; its failure costs the stage, not the cell."""
         self.note("the eval forward")
         self.case.seed_step(self.case.steps)
         try:
@@ -204,12 +212,10 @@ class Drive:
                 self.stopwatch("evaluate"),
                 UserCode("The eval forward", path=self.case.path, slug="forward-raised"),
             ):
-                outputs = run.evaluate(self.case.batch(0))
+                return run.evaluate(self.case.batch(0))
         except SpmdVerifyError as error:
             self.notes.append(error.message)
-            return
-        if outputs is not None:
-            self._compare("free", last, {"eval_outputs": outputs})
+            return None
 
 
 def anchor(run: StyleRun, store: Store, index: int, mesh_shape: tuple[int, ...]) -> list[str]:

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from spmd_verify import garbage, noise, styles
+from spmd_verify.adversarial_case import AdversarialCase
+from spmd_verify.adversarial_search import with_even_size, with_uneven_size
 from spmd_verify.case import LoadedCase, load_case
 from spmd_verify.exact_case import ExactCase
 from spmd_verify.exact_reference import make_exact_reference
@@ -57,6 +59,7 @@ def describe_case(context: Context, payload: bytes) -> bytes:
     """
     case = loaded(context, decode(payload, CaseSpec))
     case.batch(0)
+    even, uneven = _decided(case)
     environment = {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -74,9 +77,19 @@ def describe_case(context: Context, payload: bytes) -> bytes:
             meshes={
                 name: mesh for name in case.user_styles if (mesh := mesh_of(case, name)) is not None
             },
+            overrides=even,
+            engine_overrides=uneven,
             setups=[name for name, hooks in case.hooks.styles.items() if hooks.setup is not None],
         )
     )
+
+
+def _decided(case: LoadedCase) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the overrides that spare other processes the search for adversarial changes."""
+    if not isinstance(case, AdversarialCase):
+        return {}, {}
+    even, uneven = with_even_size(case), with_uneven_size(case)
+    return even.overrides(), uneven.overrides()
 
 
 @job
@@ -123,8 +136,9 @@ def _make_reference(
             trainable=[name for name, tensor in parameters.items() if tensor.requires_grad],
             exact=info,
         )
+    changed = case.changes.notes if isinstance(case, AdversarialCase) else ()
     return ReferenceReport(
-        notes=_reference_notes(reference, measured),
+        notes=[*changed, *_reference_notes(reference, measured)],
         is_sgd=all(type(each) is torch.optim.SGD for each in optimizers_of(optimizer)),
         is_stepped=info is not None or _is_stepped(case, model, optimizer),
         exact=info,

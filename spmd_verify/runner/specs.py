@@ -55,6 +55,8 @@ class CaseReport(msgspec.Struct, frozen=True):
         discovered: What was found for every hook.
         environment: Versions and machine, for the record.
         meshes: What `mesh_NAME()` says, by style.
+        overrides: What loading decided: put over the case's overrides from now on.
+        engine_overrides: The same where only the engine's styles run.
         setups: Styles whose `setup_NAME` builds the optimizer.
     """
 
@@ -64,6 +66,8 @@ class CaseReport(msgspec.Struct, frozen=True):
     discovered: dict[str, str]
     environment: dict[str, str]
     meshes: dict[str, dict[str, int]] = {}
+    overrides: dict[str, str] = {}
+    engine_overrides: dict[str, str] = {}
     setups: list[str] = []
 
 

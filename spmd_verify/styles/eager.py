@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from spmd_verify.case import LoadedCase
+from spmd_verify.dtensor_layouts import is_distributed, is_wrapper, local_part
 from spmd_verify.errors import Unsupported
 from spmd_verify.layouts import describe, region
+from spmd_verify.model_build import evaluating
 from spmd_verify.naming import Names
 from spmd_verify.observe import Observer, positional_names
 from spmd_verify.parts import WHOLE, rank_part
@@ -27,7 +29,6 @@ from spmd_verify.single import labels
 from spmd_verify.styles.base import Observation, Observed, StyleContext
 from spmd_verify.styles.gathering import Places, gathered, places
 from spmd_verify.styles.inference import Ambiguous, infer
-from spmd_verify.styles.local_parts import is_distributed, is_wrapper, local_part
 from spmd_verify.trajectory import flatten, optimizers_of, parameter_groups
 
 # Stages whose tensors `gather_NAME` is asked about.
@@ -217,12 +218,8 @@ class EagerRun:
     def evaluate(self, batch: Any) -> Mapping[str, Observed] | None:
         """Run one eval forward on this rank's part."""
         part = self._part(batch)
-        self.model.eval()
-        try:
-            with torch.no_grad(), self.case.factory_mode():
-                output = self.recipe.evaluate(self.case, self.model, part, self.mesh)
-        finally:
-            self.model.train()
+        with evaluating(self.model), torch.no_grad(), self.case.factory_mode():
+            output = self.recipe.evaluate(self.case, self.model, part, self.mesh)
         if output is None:
             return None
         return self._seen("eval_outputs", dict(flatten(output, "model")))

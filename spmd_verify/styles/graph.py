@@ -30,6 +30,7 @@ from spmd_verify.case import LoadedCase
 from spmd_verify.errors import Unsupported
 from spmd_verify.garbage import collecting_later
 from spmd_verify.layouts import is_partial, reduce_op
+from spmd_verify.model_build import evaluating
 from spmd_verify.observe import observed
 from spmd_verify.single import labels
 from spmd_verify.styles.base import Observation, Observed, StyleContext
@@ -149,12 +150,8 @@ class GraphRun:
             return {path: tensor.detach().clone() for path, tensor in flatten(output, "model")}
 
         compiled = self._compile(forward, "evaluation", self.shared.evaluation)
-        self.model.eval()
-        try:
-            with _refusals():
-                compiled(self.model, self._on_device(batch))
-        finally:
-            self.model.train()
+        with evaluating(self.model), _refusals():
+            compiled(self.model, self._on_device(batch))
         return {name: self._observed(placed) for name, placed in compiled.results.items()}
 
     def locate(self, batch: Any) -> tuple[str, str | None] | None:
