@@ -49,7 +49,14 @@ def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 
 # Tables of like cases, minutes each; `make test-fast` runs every eighth of them.
-TABLES = ("test_constructs_", "test_optimizers", "test_hf_engine", "test_judge_acceptance")
+TABLES = (
+    "test_constructs_",
+    "test_optimizers",
+    "test_hf_engine",
+    "test_judge_acceptance",
+    "test_exact",
+    "test_adversarial",
+)
 KEPT = 8
 
 

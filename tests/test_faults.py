@@ -8,6 +8,8 @@ from types import ModuleType
 
 import pytest
 
+pytestmark = pytest.mark.dist
+
 # One of each family that runs in a few seconds; every file holds faults and corrected twins.
 SAMPLE = (
     "clean_dp_owner_updates",
