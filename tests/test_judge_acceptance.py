@@ -262,7 +262,10 @@ def test_a_fault_from_step_one_on_is_decided_by_the_anchored_run(bench: Benches)
     anchored = judged.device.run(anchors=judged.reference.run)
     gradient = anchored.steps[1]["gradients"]["net.5.weight"]
     anchored.steps[1]["gradients"]["net.5.weight"] = gradient * 1.0001
-    found = judge_runs(judged.store, judged.device.run(), anchored)
+    free = judged.device.run()
+    gradient = free.steps[1]["gradients"]["net.5.weight"]
+    free.steps[1]["gradients"]["net.5.weight"] = gradient * 1.0001
+    found = judge_runs(judged.store, free, anchored)
     assert found.first_divergence is not None
     assert (found.first_divergence.step, found.first_divergence.tensor) == (1, "net.5.weight")
     row = next(r for r in found.rows if r.verdict == "mismatch")
