@@ -333,8 +333,9 @@ def loaded(context: Context, spec: CaseSpec) -> LoadedCase:
     if known is not None and known[0] == spec:
         case: LoadedCase = known[1]
         return case
-    if context.cache:
-        context.cache.clear()
+    has_captures = bool(context.cache.get("shared"))
+    context.cache.clear()
+    if has_captures:
         garbage.collect()
     case = load_case(
         spec.address,
