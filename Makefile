@@ -5,7 +5,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 WORKERS ?= 2
 
-.PHONY: help setup lint format types test test-fast table faults clean calibration costs bench-checker all
+.PHONY: help setup lint format types test test-fast table faults clean-matrix calibration costs bench-checker all
 
 help:  ## show this text
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | sort
@@ -36,7 +36,7 @@ table:  ## examples and Hugging Face types under the engine's styles; goes on wh
 faults:  ## the fault bench: every broken style and its corrected twin
 	PYTHONPATH=. $(PYTHON) reports/faults.py
 
-clean:  ## false alarms: right styles on models, meshes, dtypes and seeds
+clean-matrix:  ## false alarms: right styles on models, meshes, dtypes and seeds
 	PYTHONPATH=. $(PYTHON) reports/clean_matrix.py
 
 calibration:  ## error / floor of right candidates: the evidence for the limits c

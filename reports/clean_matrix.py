@@ -1,6 +1,6 @@
 """False alarms: right styles on many models, meshes, dtypes and seeds, as one table.
 
-`make clean` runs the examples under the engine's styles in lock-step and torch's styles on real
+`make clean-matrix` runs the examples under the engine's styles in lock-step and torch's styles on
 ranks, in float32, float64 and bfloat16, with several seeds. A cell that is not right by
 definition (`semantic`, `unsupported`) is counted apart. Writes reports/clean_matrix.md and one
 JSON per run in reports/clean_matrix/.
@@ -84,8 +84,8 @@ def render(results: list[dict[str, Any]]) -> str:
     lines = [
         "# Clean matrix",
         "",
-        "Written by `make clean` (reports/clean_matrix.py): examples x styles x meshes x dtypes x "
-        "seeds, 3 steps.",
+        "Written by `make clean-matrix` (reports/clean_matrix.py): examples x styles x meshes x "
+        "dtypes x seeds, 3 steps.",
         "",
         f"- {len(judged)} cells judged, {len(alarms)} false alarms",
         f"- apart: {dict(Counter(cell['verdict'] for cell in cells if cell['verdict'] in APART))}",

@@ -22,9 +22,10 @@ from spmd_verify.runner.specs import ExamineReport, ExamineRequest, decode, enco
 from spmd_verify.runner.worker import Context, job
 from spmd_verify.settling import mark_downstream, settle
 from spmd_verify.store import Store
+from spmd_verify.style_ids import data_ranks
 from spmd_verify.verdict import STAGES, Verdict
 
-# Experiments by name, in the order in which they are asked for; see `run._Run._experiment`.
+# Experiments by name, in the order in which they are asked for; see `examiner.changes`.
 EXPERIMENTS: Final = ("no_random", "float64", "divisible")
 
 
@@ -65,20 +66,18 @@ class Examination:
         if first is None:
             self.cell.first_divergence = self.cell.cause = None
             self.cell.verdict = str(Verdict.ROUNDING)
-            self.count()
-            return ExamineReport(encode(self.cell))
+            return ExamineReport(self.encoded())
         found = self.reported_value(first) or causes.find(self.exhibit, first)
         found = per_rank.relabel(self.exhibit, self.cell, first, found)
         wanted = ""
         if found is None:
             wanted = self.wanted(first)
-            best = first.ratio if first.ratio is not None else 0.0
             alike = words.names_of(self.exhibit.mismatches(first.stage))
             names = list(dict.fromkeys([first.name, *alike, *affected(self.exhibit)]))
             found = self.last_resort(first) or cause(
                 "unexplained",
                 f"no known cause fits {words.listed(names)} on {self.mesh_text()}",
-                best,
+                residual=first.ratio,
                 ranks=first.ranks,
                 tensors=names,
             )
@@ -90,13 +89,15 @@ class Examination:
         if found.kind == "reported_value":
             # A reporting fault is no training fault: the row fails, the cell does not.
             self.cell.verdict = str(Verdict.ROUNDING)
-        self.count()
-        return ExamineReport(encode(self.cell), wanted)
+        return ExamineReport(self.encoded(), wanted)
 
-    def count(self) -> None:
-        """Count the rows by verdict again, in place."""
+    def encoded(self) -> bytes:
+        """Return the cell with its rows counted again, and what could not be run for it."""
+        if self.exhibit.runs.failures:
+            self.cell.unknown["not_run"] = self.exhibit.runs.failures
         found = Counter(str(row.verdict) for row in self.cell.tensors)
         self.cell.counts = {str(word): found[word] for word in Verdict if found[word]}
+        return encode(self.cell)
 
     def settled(self) -> Row | None:
         """Explain module outputs and inputs, and return what differs first then."""
@@ -203,9 +204,7 @@ class Examination:
 
     def is_uneven(self) -> bool:
         """Say whether the batch does not divide over the data axes."""
-        size = self.exhibit.case.batch_size
-        axes = self.exhibit.axes
-        return any(size % n for axis, n in axes.items() if self.exhibit.is_data_axis(axis))
+        return self.exhibit.case.batch_size % data_ranks(self.exhibit.axes) != 0
 
     def mesh_text(self) -> str:
         """Return the mesh, `dp=2,tp=2`."""

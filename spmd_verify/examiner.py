@@ -6,9 +6,10 @@ passes there.
 
 from __future__ import annotations
 
+import functools
 import shutil
 import tempfile
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -29,15 +30,10 @@ from spmd_verify.runner.specs import (
     decode,
     encode,
 )
+from spmd_verify.style_ids import data_ranks
 
 if TYPE_CHECKING:
     from spmd_verify.run import _Run
-
-# What each experiment changes in the case.
-CHANGES: Final[dict[str, dict[str, str]]] = {
-    "no_random": {"random": "off"},
-    "divisible": {"rows": "divisible"},
-}
 
 
 class Examiner:
@@ -85,14 +81,7 @@ class Examiner:
 
     def _experiment(self, spec: CellSpec, name: str) -> bool | None:
         """Run the cell under a changed case: whether it passes there, None if it cannot run."""
-        case = spec.case
-        dtype = "float64" if name == "float64" else case.dtype
-        changed = CaseSpec(
-            case.address, dtype, case.seed, case.steps, {**case.overrides, **CHANGES.get(name, {})}
-        )
-        if name == "divisible":
-            sizes = [size for axis, size in spec.axes.items()]
-            changed.overrides["rows"] = f"divisible:{max(sizes)}"
+        changed = changes(spec, name)
         store = tempfile.mkdtemp(prefix=f"{name}-", dir=self.run.work_dir)
         try:
             self.run.ask_solo(
@@ -104,6 +93,22 @@ class Examiner:
                 return None
             request = JudgeRequest(cell, answer.parts, answer.seconds)
             judged = decode(self.run.ask_solo(JUDGE_JOB, encode(request)), Cell)
-        except SpmdVerifyError:
+        except SpmdVerifyError as error:
+            self.run.progress.note(
+                f"{spec.style}, mesh {spec.mesh}: the experiment {name} could not be run: {error}"
+            )
             return None
         return judged.verdict in ("exact", "rounding", "undetermined")
+
+
+def changes(spec: CellSpec, experiment: str) -> CaseSpec:
+    """Return the case as an experiment runs it."""
+    replace = functools.partial(msgspec.structs.replace, spec.case)
+    overrides = spec.case.overrides
+    match experiment:
+        case "float64":
+            return replace(dtype="float64")
+        case "no_random":
+            return replace(overrides={**overrides, "random": "off"})
+    assert experiment == "divisible", f"no experiment is called {experiment!r}"
+    return replace(overrides={**overrides, "rows": f"divisible:{data_ranks(spec.axes)}"})

@@ -116,14 +116,18 @@ class Exhibit:
         """Say whether one device has the tensor at all."""
         return self.store.entry(row.step, row.stage, row.name) is not None
 
-    def is_right(self, stage: str, name: str | None = None) -> bool:
-        """Say whether a stage, or one tensor of it, has no mismatch in the step."""
-        return not any(name is None or r.name == name for r in self.mismatches(stage))
+    def is_right(self, stage: str) -> bool:
+        """Say whether a stage has no mismatch in the step."""
+        return not self.mismatches(stage)
 
     def tolerance(self, row: Row) -> float:
         """Return the error that is still noise, as a norm."""
         dtype = row.dtype if row.dtype.startswith(("float", "bfloat", "complex")) else "float32"
         return limit(dtype, "tensor") * max(row.noise or 0.0, 1e-300)
+
+    def multiple(self, row: Row, left: float) -> float:
+        """Return a norm as a multiple of the row's noise; inf where there is none."""
+        return left / row.noise if row.noise else math.inf
 
     # -- tensors -----------------------------------------------------------------------------
 
@@ -133,11 +137,9 @@ class Exhibit:
         value = self.store.exact(row.run, at, row.stage, row.name)
         return as_real(value).to(torch.float64)
 
-    def locals(
-        self, row: Row, step: int | None = None, run: str | None = None
-    ) -> dict[Any, Tensor]:
+    def locals(self, row: Row, step: int | None = None) -> dict[Coordinate, Tensor]:
         """Return what the ranks held, by coordinate; the first tensor of a name each."""
-        key = (run or row.run, row.step if step is None else step, row.stage, row.name)
+        key = (row.run, row.step if step is None else step, row.stage, row.name)
         if key not in self._locals:
             text = "|".join(map(str, key))
             held = self.dump.locals(text) if text in self.dump else {}
@@ -191,15 +193,15 @@ class Exhibit:
                 found.setdefault(part, []).append(coordinate)
         return found
 
-    def assembled(self, row: Row, step: int | None = None, run: str | None = None) -> Tensor | None:
+    def assembled(self, row: Row, step: int | None = None) -> Tensor | None:
         """Return the candidate's global tensor; of copies the first rank's. None with holes."""
-        held = self.locals(row, step, run)
+        held = self.locals(row, step)
         value = torch.full(tuple(self.reference(row).shape), math.nan, dtype=torch.float64)
         for part, coordinates in self.regions(row).items():
             local = held.get(coordinates[0])
             if local is None:
                 return None
-            _put(value, part, local)
+            put_region(value, part, local)
         return None if bool(value.isnan().any()) else value
 
     def copies_differ(self, row: Row) -> bool:
@@ -397,17 +399,6 @@ def _digest(batch: Any) -> str:
     """Return what tells two parts of a batch apart."""
     leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     return "/".join(digest(leaf) for leaf in leaves)
-
-
-def _put(value: Tensor, part: Region, local: Tensor) -> None:
-    """Write a part into a global tensor."""
-
-    put_region(value, part, local)
-
-
-def part_of(value: Tensor, part: Region) -> Tensor:
-    """Return a part of a global tensor."""
-    return take_region(value, part)
 
 
 def subsets(axes: Sequence[str]) -> Iterable[tuple[str, ...]]:

@@ -57,6 +57,7 @@ class PartRuns:
         store: The reference.
         run: `free` or `anchored`: whose state a step starts from.
         step: Which step.
+        failures: What could not be run and why: hypotheses that need it are not tested.
     """
 
     case: LoadedCase
@@ -64,6 +65,7 @@ class PartRuns:
     run: str
     step: int
     device: SingleDevice = field(init=False)
+    failures: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Prepare builds."""
@@ -81,7 +83,8 @@ class PartRuns:
             with self._around(draws):
                 found = observed_step(self.device.twin)(model, optimizer, self._cast(batch))
             return {**found, **snapshot(model, optimizer)}
-        except Exception:  # noqa: BLE001 - user code on a batch nobody tried
+        except Exception as error:  # noqa: BLE001 - user code on a batch nobody tried
+            self._failed("a part of the batch", error)
             return None
 
     def raw_gradients(self, batch: Any) -> dict[str, Tensor] | None:
@@ -106,7 +109,8 @@ class PartRuns:
                 self.device.twin.step(model, optimizer, self._cast(batch))
             for handle in handles:
                 handle.remove()
-        except Exception:  # noqa: BLE001 - as above
+        except Exception as error:  # noqa: BLE001 - as above
+            self._failed("gradients before clipping", error)
             return None
         return found
 
@@ -117,7 +121,8 @@ class PartRuns:
             scalars = _Scalars(model)
             with self._around(), scalars, watching(scalars.on_backward):
                 self.device.twin.step(model, optimizer, self._cast(batch))
-        except Exception:  # noqa: BLE001 - as above
+        except Exception as error:  # noqa: BLE001 - as above
+            self._failed("terms of the loss", error)
             return []
         return scalars.terms[::-1]
 
@@ -135,10 +140,17 @@ class PartRuns:
             with self._around():
                 batch = self._cast(self.case.batch(self.step))
                 record = observed_step(self.device.twin)(model, optimizer, batch)
-        except Exception:  # noqa: BLE001 - as above
+        except Exception as error:  # noqa: BLE001 - as above
+            self._failed(f"the uses of {name} untied", error)
             return {}
         gradients = record["gradients"]
         return {use: gradients[use] for use in [name, *aliases] if use in gradients}
+
+    def _failed(self, what: str, error: Exception) -> None:
+        """Keep why something could not be run, once."""
+        said = f"{what}: {type(error).__name__}: {error}".partition("\n")[0]
+        if said not in self.failures:
+            self.failures.append(said)
 
     def _prepared(self) -> tuple[nn.Module, Any]:
         """Return model and optimizer in float64 with the state before the step."""

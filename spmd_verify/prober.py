@@ -164,7 +164,7 @@ def put(cell: Cell, probe: Cell) -> None:
 def _prefixed(cause: Cause | None) -> Cause:
     """Return a cause that says which run it is about."""
     if cause is None:
-        return Cause(kind="unexplained", text=f"{UNDER_SGD} no known cause fits", residual=0.0)
+        return Cause(kind="unexplained", text=f"{UNDER_SGD} no known cause fits")
     return msgspec.structs.replace(cause, text=f"{UNDER_SGD} {cause.text}")
 
 

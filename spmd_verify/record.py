@@ -25,7 +25,8 @@ class Cause(msgspec.Struct, kw_only=True):
     Attributes:
         kind: One of the words of that part; `unexplained` where nothing fits.
         text: One sentence.
-        residual: What the explanation leaves, as a multiple of the noise.
+        residual: What the explanation leaves, as a multiple of the noise; None where the
+            cause is no fit (an order, a missing tensor, another run).
         axis: Mesh axis concerned, if one is.
         factor: Fitted factor, if there is one.
         ranks: Ranks concerned.
@@ -35,7 +36,7 @@ class Cause(msgspec.Struct, kw_only=True):
 
     kind: str
     text: str
-    residual: float
+    residual: float | None = None
     axis: str | None = None
     factor: float | None = None
     ranks: list[int] = []

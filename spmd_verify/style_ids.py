@@ -4,7 +4,8 @@ A pattern is an id, an alias, a group (`engine`, `torch`, `user`, `all`) or a gl
 """
 
 import fnmatch
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -158,3 +159,8 @@ def _is_combination(pattern: str) -> bool:
     """Say whether a pattern joins torch ids by `+`, such as `fsdp2+tp`."""
     parts = pattern.split("+")
     return len(parts) > 1 and all(ALIASES.get(part, part) in _BY_NAME for part in parts)
+
+
+def data_ranks(axes: Mapping[str, int]) -> int:
+    """Return over how many ranks a mesh divides the batch."""
+    return math.prod(size for axis, size in axes.items() if axis in DATA_AXES)

@@ -104,6 +104,19 @@ mlp.py/fully_shard, mesh dp=2, float32: mismatch
     assert text.splitlines()[-1] == "1 of 2 cells fail"
 
 
+def test_a_cause_that_is_no_fit_has_no_residual_and_says_what_could_not_be_run() -> None:
+    cell = _failing()
+    cell.cause = Cause(kind="unexplained", text="no known cause fits fc.weight")
+    for row in cell.tensors:
+        row.cause = None
+    cell.unknown["not_run"] = ["a part of the batch: ValueError: 3 rows are too few"]
+
+    text = render(Record(cells=[cell]))
+
+    assert "cause: unexplained: no known cause fits fc.weight\n" in text
+    assert "could not be run: a part of the batch: ValueError: 3 rows are too few" in text
+
+
 def test_an_error_names_its_log_and_an_unsupported_cell_its_reason() -> None:
     cells = [
         _cell("replicate", "error", worst=None, message="rank 1 died", log="/tmp/rank1.log"),

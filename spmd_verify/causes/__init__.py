@@ -1,8 +1,8 @@
 """Why a tensor differs: hypotheses tested on an exhibit, the most specific first.
 
 Each hypothesis is `(Exhibit, Row) -> Cause | None`: a cause where it leaves only noise of the
-first diverging tensor. Kinds: verdicts.md part 7. Nothing is guessed: where none holds, the
-cause is `unexplained` with the best residual.
+first diverging tensor, tried in the order of `BY_STAGE`. Kinds: verdicts.md part 7. Nothing is
+guessed: where none holds, the cause is `unexplained` and carries the row's ratio.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ import torch
 
 from spmd_verify.causes.gradients import counted, factor_of, spread
 from spmd_verify.causes.words import cause, listed, meaning, names_of, number
-from spmd_verify.exhibit import Exhibit, part_of
+from spmd_verify.exhibit import Exhibit
+from spmd_verify.layouts import take_region
 from spmd_verify.record import Cause, Row
 
 
@@ -48,7 +49,7 @@ def clipped(exhibit: Exhibit, row: Row) -> Cause | None:
     # Rows are judged against torch's unclipped gradients where the reference clips by torch.
     shift = right if exhibit.store.entry(exhibit.step, "clipping", "clip_factor") else 1.0
     if all(each is not None for each in found):
-        factors = [each[0] / shift for each in found if each is not None]
+        factors = [each.k / shift for each in found if each is not None]
         if spread(factors) <= 1e-3 * abs(factors[0]):
             k = factors[0]
             said, axis = meaning(1.0 / k, 1e-4, exhibit.axes)
@@ -81,7 +82,7 @@ def _rank_factors(exhibit: Exhibit, row: Row) -> dict[int, float] | None:
     held, whole = exhibit.locals(row), exhibit.reference(row)
     found: dict[int, float] = {}
     for part, coordinates in exhibit.regions(row).items():
-        right = part_of(whole, part)
+        right = take_region(whole, part)
         power = float(right.square().sum())
         for at in coordinates:
             if not power:
@@ -128,7 +129,7 @@ def clipping(exhibit: Exhibit, row: Row) -> Cause | None:
             shown = ", ".join(f"rank {r}: {v:.6g}" for r, v in values.items())
             details.append(f"total_norm differs by rank ({shown}), right is {right:.6g}")
     factors = [f for r in rows if r.name in names and (f := factor_of(exhibit, r))]
-    after = factors[0][0] if factors else None
+    after = factors[0].k if factors else None
     if after is not None:
         details.append(f"the gradients are {number(after)} x the reference after it")
     over = ", ".join(f"{axis}={exhibit.axes[axis]}" for axis in exhibit.wide_axes)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from spmd_verify.causes.gradients import left_by
 from spmd_verify.causes.patterns import MOST_SLICES
 from spmd_verify.causes.words import cause, listed, meaning, names_of, number
 from spmd_verify.exhibit import Exhibit, subsets
@@ -179,14 +180,14 @@ def additive_bias(exhibit: Exhibit, row: Row) -> Cause | None:
         return None
     path = row.name.partition("[")[0].partition("#")[0]
     for name, parameter in named_parameters(module)[0].items():
-        vector = _value_before(exhibit, f"{path}.{name}", parameter)
+        vector = value_before(exhibit, f"{path}.{name}", parameter)
         if vector.ndim != 1 or excess.ndim == 0 or excess.shape[-1] != vector.shape[0]:
             continue
         if not bool(vector.any()):
             continue
         spread = vector.expand_as(excess)
         k = float((excess * spread).sum() / spread.square().sum())
-        left = float((excess - k * spread).norm())
+        left = left_by(excess, spread, k)
         if left <= 4.0 * exhibit.tolerance(row) and abs(k) > 1e-6:
             full = f"{path}.{name}"
             said = _times_text(k, exhibit)
@@ -195,13 +196,13 @@ def additive_bias(exhibit: Exhibit, row: Row) -> Cause | None:
                 f"added {'before the reduction, once per rank' if k > 0 else 'too rarely'}"
             )
             return cause(
-                "additive", text, tensors=[row.name, full, *affected(exhibit)], ranks=row.ranks,
-                factor=k,
+                "additive", text, residual=exhibit.multiple(row, left), factor=k,
+                tensors=[row.name, full, *affected(exhibit)], ranks=row.ranks,
             )  # fmt: skip
     return None
 
 
-def _value_before(exhibit: Exhibit, name: str, initial: Tensor) -> Tensor:
+def value_before(exhibit: Exhibit, name: str, initial: Tensor) -> Tensor:
     """Return a parameter as it is before the step, float64."""
     before = exhibit.step - 1
     if before >= 0 and exhibit.store.entry(before, "parameters", name) is not None:
@@ -286,15 +287,16 @@ def whole_factor(exhibit: Exhibit, row: Row) -> Cause | None:
     if excess is None or not bool(whole.any()):
         return None
     k = 1.0 + float((excess * whole).sum() / whole.square().sum())
-    left = float((excess - (k - 1.0) * whole).norm())
+    left = left_by(excess, whole, k - 1.0)
     tolerance = 2.0 * exhibit.tolerance(row)
     said, axis = meaning(k, max(tolerance / float(whole.norm()), 1e-9), exhibit.axes)
     if left > tolerance * max(1.0, abs(k)) or (whole.numel() == 1 and not said):
         return None
     text = f"{row.name} is {number(k)} x the reference" + (f": {said}" if said else "")
     return cause(
-        "factor", text, tensors=[row.name, *affected(exhibit)], factor=k, axis=axis, ranks=row.ranks
-    )
+        "factor", text, residual=exhibit.multiple(row, left), factor=k, axis=axis,
+        tensors=[row.name, *affected(exhibit)], ranks=row.ranks,
+    )  # fmt: skip
 
 
 def additive_loss(exhibit: Exhibit, row: Row) -> Cause | None:

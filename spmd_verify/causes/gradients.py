@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ from spmd_verify.causes.words import (
     number,
     ranks_text,
 )
-from spmd_verify.exhibit import Exhibit, Piece, fit, part_of
+from spmd_verify.exhibit import Exhibit, Piece, fit
+from spmd_verify.layouts import take_region
 from spmd_verify.norms import as_real
 from spmd_verify.record import Cause, Row
 
@@ -79,7 +81,7 @@ def tied(exhibit: Exhibit, row: Row) -> Cause | None:
         part = exhibit.region(row, at)
         if part is None:
             continue
-        columns = [part_of(as_real(share).to(torch.float64), part) for share in shares.values()]
+        columns = [take_region(as_real(share).to(torch.float64), part) for share in shares.values()]
         weights = fit(columns, local, tolerance / max(float(local.norm()), 1e-300))
         if weights is None or all(abs(w - 1.0) < 1e-3 for w in weights):
             continue
@@ -117,8 +119,22 @@ def stale(exhibit: Exhibit, row: Row) -> Cause | None:
     return cause("stale", text, tensors=names_of(rows), ranks=row.ranks)
 
 
-def factor_of(exhibit: Exhibit, row: Row) -> tuple[float, float] | None:
-    """Return `(k, its relative noise)` where the tensor is k times the reference everywhere."""
+class Factor(NamedTuple):
+    """A tensor is `k` x the reference.
+
+    Attributes:
+        k: The factor.
+        noise: Its relative noise.
+        left: What it leaves, as a norm.
+    """
+
+    k: float
+    noise: float
+    left: float
+
+
+def factor_of(exhibit: Exhibit, row: Row) -> Factor | None:
+    """Return the factor where the tensor is k times the reference everywhere."""
     found, whole = exhibit.assembled(row), exhibit.reference(row)
     if found is None or exhibit.copies_differ(row):
         return None
@@ -127,11 +143,17 @@ def factor_of(exhibit: Exhibit, row: Row) -> tuple[float, float] | None:
         return None
     k = 1.0 + float(((found - whole) * whole).sum()) / power
     tolerance = exhibit.tolerance(row)
-    if float((found - k * whole).norm()) > tolerance * max(1.0, abs(k)):
+    left = left_by(found, whole, k)
+    if left > tolerance * max(1.0, abs(k)):
         return None
     if abs(k - 1.0) * math.sqrt(power) <= tolerance:
         return None  # it is right
-    return k, max(4.0 * tolerance / math.sqrt(power), 1e-9)
+    return Factor(k, max(4.0 * tolerance / math.sqrt(power), 1e-9), left)
+
+
+def left_by(found: Tensor, whole: Tensor, k: float) -> float:
+    """Return what a multiple of one tensor leaves of another, as a norm."""
+    return float((found - k * whole).norm())
 
 
 def uniform_factor(exhibit: Exhibit, row: Row) -> Cause | None:
@@ -139,14 +161,14 @@ def uniform_factor(exhibit: Exhibit, row: Row) -> Cause | None:
     found = factor_of(exhibit, row)
     if found is None:
         return None
-    k, noise = found
+    k, noise, left = found
     said, axis = meaning(k, noise, exhibit.axes)
     if not said and exhibit.reference(row).numel() == 1:
         return None
     rows = [
         r
         for r in exhibit.mismatches(row.stage)
-        if (other := factor_of(exhibit, r)) and abs(other[0] / k - 1.0) < 1e-3
+        if (other := factor_of(exhibit, r)) and abs(other.k / k - 1.0) < 1e-3
     ]
     names = names_of(rows)
     right = [r.name for r in exhibit.stage_rows(row.stage) if r.name not in names]
@@ -154,7 +176,10 @@ def uniform_factor(exhibit: Exhibit, row: Row) -> Cause | None:
     why = f": {said}" if said else ""
     remedy = f" (divide by {axis} once)" if axis and k > 1.0 else ""
     text = f"{listed(names)}{only}: {number(k)} x the reference{why}{remedy}"
-    return cause("factor", text, tensors=names, factor=k, axis=axis, ranks=row.ranks)
+    return cause(
+        "factor", text, residual=exhibit.multiple(row, left), tensors=names, factor=k, axis=axis,
+        ranks=row.ranks,
+    )  # fmt: skip
 
 
 def own_data(exhibit: Exhibit, row: Row) -> Cause | None:
@@ -187,7 +212,7 @@ def is_own_data(exhibit: Exhibit, row: Row) -> bool:
         part = exhibit.region(row, at)
         if value is None or part is None:
             return False
-        own = part_of(as_real(value).to(torch.float64), part)
+        own = take_region(as_real(value).to(torch.float64), part)
         power = float(own.square().sum())
         if not power:
             continue
@@ -294,7 +319,8 @@ def loss_term(exhibit: Exhibit, row: Row) -> Cause | None:
             continue
         own = as_real(gradient).to(torch.float64)
         k = float((excess * own).sum() / own.square().sum())
-        if float((excess - k * own).norm()) > tolerance * max(1.0, abs(k)) or abs(k) < 1e-4:
+        left = left_by(excess, own, k)
+        if left > tolerance * max(1.0, abs(k)) or abs(k) < 1e-4:
             continue
         if not _all_excess(exhibit, term.gradients, k):
             continue
@@ -306,7 +332,8 @@ def loss_term(exhibit: Exhibit, row: Row) -> Cause | None:
             f"({term.name} = {term.value:.6g})"
             + (": the term is missing" if exactly and ratio == -1 else "")
         )
-        return cause("additive", text, tensors=names, ranks=row.ranks, factor=k)
+        residual = exhibit.multiple(row, left)
+        return cause("additive", text, residual=residual, tensors=names, ranks=row.ranks, factor=k)
     return None
 
 

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from spmd_verify.causes.forward import affected, excess_of, is_own_part, module_of
+from spmd_verify.causes.forward import affected, excess_of, is_own_part, module_of, value_before
 from spmd_verify.causes.words import cause, ranks_text, rows_text
-from spmd_verify.exhibit import Exhibit, part_of
+from spmd_verify.exhibit import Exhibit
+from spmd_verify.layouts import take_region
 from spmd_verify.record import Cause, Row
 
 
@@ -25,7 +26,7 @@ def position(exhibit: Exhibit, row: Row) -> Cause | None:
         local = held[coordinates[0]]
         if tuple(local.shape) != part.shape:
             return None
-        off = float((local - part_of(whole, part)).norm()) > tolerance
+        off = float((local - take_region(whole, part)).norm()) > tolerance
         (wrong if off else right).extend(exhibit.rank_of(at) for at in coordinates)
     if wrong and right and min(right) == 0:
         rows = _rows_of(exhibit, row, regions, tolerance)
@@ -54,7 +55,8 @@ def _lookup_without_offset(exhibit: Exhibit, row: Row, tolerance: float) -> Caus
     first = next(iter(exhibit.locals(row).values()), None)
     if weight is None or weight.ndim != 2 or first is None or first.shape != whole.shape:
         return None
-    table = weight.detach().to(torch.float64)
+    path = row.name.partition("[")[0].partition("#")[0]
+    table = value_before(exhibit, f"{path}.weight", weight)
     for ids in pytree.tree_leaves(exhibit.batch):
         if not isinstance(ids, Tensor) or ids.shape != whole.shape[:-1] or ids.is_floating_point():
             continue
@@ -106,7 +108,7 @@ def _rows_of(exhibit: Exhibit, row: Row, regions: dict, tolerance: float) -> str
     if dim is None:
         return ""
     for part, coordinates in regions.items():
-        error = (held[coordinates[0]] - part_of(whole, part)).movedim(dim, 0)
+        error = (held[coordinates[0]] - take_region(whole, part)).movedim(dim, 0)
         sizes = error.reshape(error.shape[0], -1).norm(dim=1)
         indices = [i for low, high in part.ranges[dim] for i in range(low, high)]
         wrong.update(i for i, size in zip(indices, sizes.tolist(), strict=True) if size > tolerance)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from spmd_verify.causes.words import cause, listed, names_of, number, ranks_text, rows_text
-from spmd_verify.exhibit import Exhibit, part_of, subsets
-from spmd_verify.layouts import Region
+from spmd_verify.exhibit import Exhibit, subsets
+from spmd_verify.layouts import Region, take_region
 from spmd_verify.record import Cause, Row
 
 
@@ -88,7 +88,7 @@ def _all_right(
 ) -> bool:
     """Say whether every rank's sum is its part of the reference."""
     return all(
-        float((total / divisor - part_of(whole, owners[at])).norm()) <= tolerance
+        float((total / divisor - take_region(whole, owners[at])).norm()) <= tolerance
         for at, total in sums.items()
     )
 
@@ -149,7 +149,7 @@ def _shard_factors(exhibit: Exhibit, row: Row, tolerance: float) -> Cause | None
     if len(regions) < 2:
         return None
     for part, coordinates in regions.items():
-        local, right = held[coordinates[0]], part_of(whole, part)
+        local, right = held[coordinates[0]], take_region(whole, part)
         power = float(right.square().sum())
         if not power:
             continue

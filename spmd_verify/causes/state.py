@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from spmd_verify.causes.words import cause, listed, names_of, number, ranks_text, rows_text
-from spmd_verify.exhibit import Exhibit, part_of
+from spmd_verify.exhibit import Exhibit
+from spmd_verify.layouts import Coordinate, take_region
 from spmd_verify.record import Cause, Row
 from spmd_verify.seen_inputs import Argument
 
@@ -115,7 +116,7 @@ def _repeated(exhibit: Exhibit, row: Row) -> str:
         local = exhibit.locals(row)[coordinates[0]]
         for other, owners in regions.items():
             same = other != part and tuple(other.shape) == tuple(local.shape)
-            if same and torch.equal(part_of(whole, other), local):
+            if same and torch.equal(take_region(whole, other), local):
                 mine = exhibit.rank_of(coordinates[0])
                 return f"rank {mine} holds the shard of rank {exhibit.rank_of(owners[0])}"
     return ""
@@ -166,13 +167,13 @@ def _state_detail(exhibit: Exhibit, row: Row) -> str:
     whole = exhibit.reference(row)
     said = ranks_text(wrong) if 0 < len(wrong) < len(held) else ""
     for part, coordinates in exhibit.regions(row).items():
-        local, right = held[coordinates[0]], part_of(whole, part)
+        local, right = held[coordinates[0]], take_region(whole, part)
         if float((local - right).norm()) <= tolerance:
             continue
         if not bool(local.any()):
             return f"it is zero {('on ' + said) if said else ''}".strip()
         if row.step > 0:
-            before = part_of(exhibit.reference(row, row.step - 1), part)
+            before = take_region(exhibit.reference(row, row.step - 1), part)
             if float((local - before).norm()) <= tolerance:
                 return "it is the state of the step before"
         k = float((local * right).sum() / right.square().sum().clamp(min=1e-300))
@@ -188,7 +189,7 @@ def _wrong_ranks(exhibit: Exhibit, row: Row) -> list[int]:
         exhibit.rank_of(at)
         for part, coordinates in exhibit.regions(row).items()
         for at in coordinates
-        if float((held[at] - part_of(whole, part)).norm()) > tolerance
+        if float((held[at] - take_region(whole, part)).norm()) > tolerance
     ]
 
 
@@ -220,9 +221,11 @@ def buffer(exhibit: Exhibit, row: Row) -> Cause | None:
     return cause("buffer", text, ranks=row.ranks, tensors=names)
 
 
-def _is_own(exhibit: Exhibit, row: Row, at: object, local: torch.Tensor, tolerance: float) -> bool:
+def _is_own(
+    exhibit: Exhibit, row: Row, at: Coordinate, local: torch.Tensor, tolerance: float
+) -> bool:
     """Say whether a rank's buffer is what one device gets from that rank's part alone."""
-    record = exhibit.part_records.get(at)  # type: ignore[call-overload]
+    record = exhibit.part_records.get(at)
     value = None if record is None else record.get("buffers", {}).get(row.name)
     if value is None or value.shape != local.shape:
         return False

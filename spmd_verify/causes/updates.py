@@ -6,9 +6,11 @@ import math
 
 from torch import Tensor, nn
 
+from spmd_verify.causes.gradients import left_by
 from spmd_verify.causes.patterns import before_step
 from spmd_verify.causes.words import cause, listed, meaning, names_of, number, ranks_text, rows_text
-from spmd_verify.exhibit import Exhibit, part_of
+from spmd_verify.exhibit import Exhibit
+from spmd_verify.layouts import take_region
 from spmd_verify.record import Cause, Row
 from spmd_verify.trajectory import optimizers_of
 
@@ -77,8 +79,8 @@ def partly_stale(exhibit: Exhibit, row: Row) -> Cause | None:
     stuck: set[int] = set()
     for part, coordinates in exhibit.regions(row).items():
         for at in coordinates:
-            off = float((held[at] - part_of(whole, part)).norm()) > tolerance
-            kept = float((held[at] - part_of(before, part)).norm()) <= tolerance
+            off = float((held[at] - take_region(whole, part)).norm()) > tolerance
+            kept = float((held[at] - take_region(before, part)).norm()) <= tolerance
             if off and not kept:
                 stuck = set()
                 break
@@ -172,11 +174,11 @@ def _update_factors(exhibit: Exhibit, row: Row) -> dict[int, float] | None:
     if len(exhibit.regions(row)) == 1:
         return _block_factors(exhibit, row, before)
     for part, coordinates in exhibit.regions(row).items():
-        right = part_of(whole, part) - part_of(before, part)
+        right = take_region(whole, part) - take_region(before, part)
         power = float(right.square().sum())
         if not power:
             continue
-        own = held[coordinates[0]] - part_of(before, part)
+        own = held[coordinates[0]] - take_region(before, part)
         k = float((own * right).sum()) / power
         if float((own - k * right).norm()) > 4.0 * exhibit.tolerance(row) + 1e-4 * float(
             own.norm()
@@ -225,8 +227,8 @@ def _is_shardwise(exhibit: Exhibit, row: Row) -> bool:
         before = before_step(exhibit, each)
         if part is None or gradient is None or before is None:
             continue
-        shard = nn.Parameter(part_of(before, part).clone())
-        shard.grad = part_of(exhibit.reference(gradient), part).clone()
+        shard = nn.Parameter(take_region(before, part).clone())
+        shard.grad = take_region(exhibit.reference(gradient), part).clone()
         shards[each.name] = shard
     if row.name not in shards:
         return False
@@ -237,15 +239,11 @@ def _is_shardwise(exhibit: Exhibit, row: Row) -> bool:
     except Exception:  # noqa: BLE001 - a user's optimizer on tensors it was not written for
         return False
     local = exhibit.locals(row)[at]
-    moved = float((local - part_of(exhibit.reference(row), _region(exhibit, row, at))).norm())
+    part = exhibit.region(row, at)
+    assert part is not None, "its shard was made from it"
+    moved = float((local - take_region(exhibit.reference(row), part)).norm())
     left = float((local - shards[row.name].detach()).norm())
     return left <= max(4.0 * exhibit.tolerance(row), 1e-3 * moved)
-
-
-def _region(exhibit: Exhibit, row: Row, at: tuple[int, ...]):  # type: ignore[no-untyped-def]
-    part = exhibit.region(row, at)
-    assert part is not None, "the caller has asked for it"
-    return part
 
 
 def scaled_update(exhibit: Exhibit, row: Row) -> Cause | None:
@@ -259,14 +257,18 @@ def scaled_update(exhibit: Exhibit, row: Row) -> Cause | None:
         return None
     k = float((own * right).sum()) / power
     tolerance = 4.0 * exhibit.tolerance(row)
-    if float((own - k * right).norm()) > tolerance * max(1.0, abs(k)) or right.numel() < 2:
+    left = left_by(own, right, k)
+    if left > tolerance * max(1.0, abs(k)) or right.numel() < 2:
         return None
     names = names_of(exhibit.mismatches("parameters"))
     said, axis = meaning(k, max(tolerance / power**0.5, 1e-6), exhibit.axes)
     text = f"{listed(names)}: the update is {number(k)} x the reference's" + (
         f": {said}" if said else ""
     )
-    return cause("factor", text, tensors=names, factor=k, axis=axis, ranks=row.ranks)
+    return cause(
+        "factor", text, residual=exhibit.multiple(row, left), tensors=names, factor=k, axis=axis,
+        ranks=row.ranks,
+    )  # fmt: skip
 
 
 def replicas_drift(exhibit: Exhibit, row: Row) -> Cause | None:

@@ -13,9 +13,9 @@ from spmd_verify.record import Cause
 MOST_NAMES = 6
 
 
-def cause(kind: str, text: str, residual: float = 0.0, **more: Any) -> Cause:
-    """Return a cause; `residual` in multiples of the noise."""
-    return Cause(kind=kind, text=text, residual=residual, **more)
+def cause(kind: str, text: str, **more: Any) -> Cause:
+    """Return a cause; `more` are the other fields of the record's."""
+    return Cause(kind=kind, text=text, **more)
 
 
 def number(value: float) -> str:

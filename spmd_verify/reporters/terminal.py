@@ -93,10 +93,12 @@ def _failure(cell: Cell) -> str:
         lines += _divergence(cell, row)
     cause = (row.cause if row else None) or cell.cause
     if cause is not None:
-        residual = f" (residual {_number(cause.residual)} x noise)"
-        if not math.isfinite(cause.residual):
-            residual = ""  # there is no noise
+        residual = ""
+        if cause.residual is not None and math.isfinite(cause.residual):  # else: no fit, no noise
+            residual = f" (residual {_number(cause.residual)} x noise)"
         lines.append(f"  cause: {cause.kind}: {cause.text}{residual}")
+        if cause.kind == "unexplained":
+            lines += [f"  could not be run: {what}" for what in cell.unknown.get("not_run", ())]
         if cause.remedy:
             lines.append(f"  remedy: {cause.remedy}")
     if cell.verdict == "error" and cell.log:

@@ -287,14 +287,10 @@ class EagerRun:
         except Ambiguous as error:
             raise Unsupported(
                 f"The layout of a plain tensor cannot be told from its shape and initial "
-                f"values: {error}. Say which in layout_{self.name_of_hook()}()",
+                f"values: {error}. Say which in layout_{self.recipe.name}()",
                 slug="ambiguous-layout",
             ) from error
         return {**found, **{name: (layout, True) for name, layout in inferred.items()}}
-
-    def name_of_hook(self) -> str:
-        """Return the suffix of this style's hooks."""
-        return self.recipe.name
 
     def _seen(self, stage: str, tensors: Mapping[str, Tensor]) -> dict[str, Observed]:
         """Return what one stage showed, copies of one name together."""
