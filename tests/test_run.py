@@ -209,6 +209,22 @@ HANGS_ON_RANKS = MODEL.replace(
 )
 
 
+def test_a_long_temporary_folder_is_no_obstacle(write_case: CaseWriter, tmp_path: Path) -> None:
+    # A socket's path has at most 107 characters.
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+
+    done = subprocess.run(
+        [sys.executable, "-m", "spmd_verify", write_case(MODEL), "--styles", "replicate"],
+        env={**os.environ, "TMPDIR": str(folder)},
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+    )
+
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_nothing_is_left_of_a_stopped_command(

@@ -57,6 +57,12 @@ _STACK_SECONDS = 0.5
 _HEARTBEAT_SECONDS = 5.0
 """How often `on_note` is told again what a silent rank said last."""
 
+_LONGEST_TEMPORARY_FOLDER = 103 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
+"""Characters: a socket's path has at most 103 on macOS and 107 on Linux (unix(4), unix(7))."""
+
+_SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
+"""Asked in this order where the temporary folder's path is too long for a socket."""
+
 _LOG_TAIL_BYTES = 4_000
 _STACK_BYTES = 1_000_000
 
@@ -75,7 +81,7 @@ def start_fork_server(extra_modules: Sequence[str] = ()) -> None:
     context.set_forkserver_preload([PRELOAD, *extra_modules])
     from multiprocessing import forkserver
 
-    with _without_main():
+    with _without_main(), _short_temporary_folder():
         forkserver.ensure_running()
 
 
@@ -88,6 +94,19 @@ def _without_main() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
+
+
+@contextlib.contextmanager
+def _short_temporary_folder() -> Iterator[None]:
+    """Keep multiprocessing's sockets where their paths fit, whatever TMPDIR says."""
+    usual = tempfile.tempdir
+    if len(tempfile.gettempdir()) > _LONGEST_TEMPORARY_FOLDER:
+        short = (folder for folder in _SHORT_FOLDERS if os.access(folder, os.W_OK))
+        tempfile.tempdir = next(short, usual)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = usual
 
 
 class _Rank(msgspec.Struct):
