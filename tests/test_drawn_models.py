@@ -34,9 +34,9 @@ from spmd_verify.drawn_training import (
 
 SERIES, EXAMPLES = 12, 25
 # Rejected draws (eager refuses them, or rounding decides them): more would mean that the
-# series does not test what it says. Measured: eager refuses 4 % of 1000
-# draws, rounding decides at most 3 of 28 in a series.
-MOST_REJECTED = 0.3
+# series does not test what it says. Measured over 12 series: eager refuses 4 % of the draws,
+# rounding decides at most 6 of 33 in a series.
+MOST_REJECTED = 0.5
 
 
 @pytest.mark.slow
