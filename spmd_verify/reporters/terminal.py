@@ -80,7 +80,8 @@ def _cell_line(cell: Cell) -> list[str]:
 def _needs_words(cell: Cell, record: Record) -> bool:
     """Say whether a cell gets a paragraph below the table."""
     strict = bool(record.settings.get("strict"))
-    return fails(cell, strict=strict) or cell.verdict in ("error", "unsupported", "undetermined")
+    is_told = cell.verdict in ("error", "unsupported", "undetermined") or bool(cell.ties)
+    return is_told or fails(cell, strict=strict)
 
 
 def _failure(cell: Cell) -> str:
