@@ -185,19 +185,18 @@ class Forcing:
     ) -> Tensor | None:
         """Return rows with the reference's values where one is on another side of a boundary.
 
-        A local row may be any stretch of the reference's: the dim may be split.
-
         Args:
             call: The call.
             rows: [operands, R, n], float64.
             sides: [R, n].
             known: The near ties of the operator.
         """
+        positions = _Positions(known)
         widest = max(each.near.tolerance for each in known)
         margins = call.decider.margins(call, list(rows))
         changed = None
         for row, at in (margins <= 2.0 * widest).nonzero().tolist():
-            found = _closest(rows[:, row], at, known)
+            found = positions.closest(rows[:, row], at)
             if found is None:
                 continue
             each, which = found
@@ -209,25 +208,45 @@ class Forcing:
         return changed
 
 
-def _closest(row: Tensor, at: int, known: Sequence[_Known]) -> tuple[_Known, int] | None:
-    """Return the near tie that position `at` of a local row is, and which of its positions.
+class _Positions:
+    """All positions of all near ties of an elementwise operator, for quick exclusion.
 
-    Args:
-        row: [operands, n], float64.
-        at: Position in the row.
-        known: The near ties of the operator.
+    Attributes:
+        pairs: Near tie and index into its positions, P of them.
     """
-    found, best = None, math.inf
-    size = row.shape[1]
-    for each in known:
-        for which, position in enumerate(each.near.positions):
-            start = position - at
-            if start < 0 or start + size > each.centre.shape[1]:
-                continue
+
+    def __init__(self, known: Sequence[_Known]) -> None:
+        """Lay the positions out."""
+        self.pairs = [(each, i) for each in known for i in range(len(each.near.positions))]
+        at = [each.near.positions[which] for each, which in self.pairs]
+        self._positions = torch.tensor(at)
+        self._sizes = torch.tensor([each.centre.shape[1] for each, _ in self.pairs])
+        self._tolerances = torch.tensor(
+            [each.near.tolerance for each, _ in self.pairs], dtype=torch.float64
+        )
+        values = [each.centre[:, i] for (each, _), i in zip(self.pairs, at, strict=True)]
+        self._values = torch.stack(values, dim=1)  # [operands, P]
+
+    def closest(self, row: Tensor, at: int) -> tuple[_Known, int] | None:
+        """Return the near tie that position `at` of a local row is, and which of its positions.
+
+        A local row may be any stretch of the reference's: the dim may be split.
+
+        Args:
+            row: [operands, n], float64.
+            at: Position in the row.
+        """
+        size = row.shape[1]
+        starts = self._positions - at
+        is_near = (self._values - row[:, at, None]).abs().amax(0) <= self._tolerances
+        fitting = is_near & (starts >= 0) & (starts + size <= self._sizes)
+        found, best = None, math.inf
+        for pair in fitting.nonzero()[:, 0].tolist():
+            each, start = self.pairs[pair][0], int(starts[pair])
             apart = float(farthest(row, each.centre[:, start : start + size]).amax())
             if apart <= each.near.tolerance and apart < best:
-                found, best = (each, which), apart
-    return found
+                found, best = self.pairs[pair], apart
+        return found
 
 
 def farthest(row: Tensor, centre: Tensor) -> Tensor:

@@ -196,7 +196,7 @@ class GraphRun:
         inner = self.style.mode(self.case, self.context, self.mesh)
         rewritings = [self.style.decisions]
         if what == "training":
-            rewritings.append(self.style.transformation)
+            rewritings.insert(0, self.style.transformation)
         return _OncePerGraph(inner, [each for each in rewritings if each is not None])
 
     def _on_device(self, batch: Any) -> Any:
