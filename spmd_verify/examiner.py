@@ -63,16 +63,15 @@ class Examiner:
             spec, dump_path=folder, last_step=cell.first_divergence.step
         )
         ties = self._near_ties(spec, cell)
-        if ties:
-            # All steps: what differs first without the flips may be a later one.
-            again = msgspec.structs.replace(again, ties_path=_ties_path(spec), last_step=-1)
-        answer = self.run.runner.run_cell(again)
-        if isinstance(answer, Failure):
-            self.run.progress.note(f"{cell.id}: no cause was looked for: {answer.reason}")
-            return cell
-        if ties:
-            cell = self._replayed(again, cell, answer, ties)
+        replay = self._replay(again) if ties else None
+        if replay is not None:
+            cell = self._judged_again(again, cell, replay, ties)
             if cell.first_divergence is None:
+                return cell
+        else:
+            answer = self.run.runner.run_cell(again)
+            if isinstance(answer, Failure):
+                self.run.progress.note(f"{cell.id}: no cause was looked for: {answer.reason}")
                 return cell
         experiments: dict[str, bool | None] = {}
         while True:
@@ -108,10 +107,20 @@ class Examiner:
         self.run.ties[spec.store_path] = found
         return found
 
-    def _replayed(
+    def _replay(self, again: CellSpec) -> CellEvidence | None:
+        """Run a cell with the reference's decisions; None where it does not run so."""
+        # All steps: what differs first without the flips may be a later one.
+        forced = msgspec.structs.replace(again, ties_path=_ties_path(again), last_step=-1)
+        answer = self.run.runner.run_cell(forced)
+        if isinstance(answer, Failure):
+            self.run.progress.note(f"{again.style}: near ties cannot be forced: {answer.reason}")
+            return None
+        return answer
+
+    def _judged_again(
         self, again: CellSpec, cell: Cell, evidence: CellEvidence, ties: list[Tie]
     ) -> Cell:
-        """Judge a run with forced decisions; the cell as it was where none had to be forced."""
+        """Judge a replay; the cell as it was where no decision had to be forced."""
         request = JudgeRequest(again, evidence.parts, evidence.seconds)
         forced = decode(self.run.ask_solo(JUDGE_JOB, encode(request)), Cell)
         flipped = [ties[index] for index in forced.unknown.get("flipped", ())]
