@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -22,6 +22,10 @@ from torch import Tensor, fx
 from spmd_verify.deciding import Call, call_of, is_deciding
 from spmd_verify.deciding_mode import DecidingMode
 from spmd_verify.record import Tie
+
+# Largest count of values compared to find the near ties of one call: about a second. A call of
+# more is left as it is.
+LARGEST_SEARCH: Final = 1 << 30
 
 
 class NearTie(msgspec.Struct, frozen=True):
@@ -52,32 +56,69 @@ def read_ties(path: str) -> list[NearTie]:
 
 @dataclass(frozen=True)
 class _Known:
-    """A near tie as tensors.
+    """Near ties of one operator whose rows have one length n; T of them.
 
     Attributes:
-        index: Its position among all near ties.
-        values: [operands, n].
-        centre: [operands, n], float64.
-        sides: By position of the row elementwise; else of the row, [m].
+        indices: Their positions among all near ties, [T].
+        values: [operands, T, n], float64.
+        centre: [operands, T, n], float64.
+        tolerances: [T].
+        sides: Selecting: [T, m]. Elementwise: [T, n], NaN where a value is no near tie.
     """
 
-    index: int
-    near: NearTie
+    indices: list[int]
     values: Tensor
     centre: Tensor
+    tolerances: Tensor
     sides: Tensor
 
     @classmethod
-    def of(cls, index: int, near: NearTie) -> _Known:
-        """Make the tensors."""
+    def of(cls, found: Sequence[tuple[int, NearTie]]) -> _Known:
+        """Stack near ties."""
         wide = torch.float64
+        rows = []
+        for _, near in found:
+            sides = torch.tensor(near.sides, dtype=wide)
+            if near.positions:
+                sides = torch.full((len(near.values[0]),), math.nan, dtype=wide)
+                sides[near.positions] = torch.tensor(near.sides, dtype=wide)
+            rows.append(sides)
         return cls(
-            index,
-            near,
-            torch.tensor(near.values, dtype=wide),
-            torch.tensor(near.centre, dtype=wide),
-            torch.tensor(near.sides, dtype=wide),
+            [index for index, _ in found],
+            torch.tensor([near.values for _, near in found], dtype=wide).transpose(0, 1),
+            torch.tensor([near.centre for _, near in found], dtype=wide).transpose(0, 1),
+            torch.tensor([near.tolerance for _, near in found], dtype=wide),
+            torch.stack(rows),
         )
+
+    def stretch(self, start: int, size: int) -> _Known:
+        """Return the same of a stretch of every row, elementwise operators only."""
+        part = slice(start, start + size)
+        return replace(
+            self,
+            values=self.values[..., part],
+            centre=self.centre[..., part],
+            sides=self.sides[:, part],
+        )
+
+    def nearest(self, rows: Tensor) -> Tensor:
+        """Return which near tie each row is, [R]: the closest within its tolerance, else -1.
+
+        Args:
+            rows: [operands, R, n], float64.
+        """
+        chosen = torch.full((rows.shape[1],), -1)
+        if rows.numel() * len(self.indices) > LARGEST_SEARCH:
+            return chosen
+        apart = torch.stack(
+            [
+                torch.cdist(_bounded(row), _bounded(centre), p=math.inf)
+                for row, centre in zip(rows, self.centre, strict=True)
+            ]
+        ).amax(0)
+        apart = torch.where(apart <= self.tolerances, apart, math.inf)
+        best, at = apart.min(dim=1)
+        return torch.where(best < math.inf, at, chosen)
 
 
 @dataclass
@@ -97,9 +138,13 @@ class Forcing:
 
     def __post_init__(self) -> None:
         """Sort the ties by where they are met."""
+        alike: dict[Any, list[tuple[int, NearTie]]] = {}
         for index, near in enumerate(self.ties):
+            shape = (len(near.values), len(near.values[0]), not near.positions and len(near.sides))
             key = (near.tie.run, near.tie.step, near.tie.operator)
-            self._known.setdefault(key, []).append(_Known.of(index, near))
+            alike.setdefault((key, shape), []).append((index, near))
+        for (key, _), found in alike.items():
+            self._known.setdefault(key, []).append(_Known.of(found))
 
     def applied(self, style: Any) -> Any:
         """Return a style whose graphs decide so; one without graphs needs `at` alone."""
@@ -139,114 +184,63 @@ class Forcing:
     def choose(self, call: Call, rows: list[Tensor], sides: Tensor) -> list[Tensor] | None:
         """Return the rows with those of the reference where it decided otherwise, else None."""
         known = self._known.get((*self._now, call.name.partition(".")[0]), ())
-        known = [each for each in known if len(each.values) == len(rows)]
-        if not known:
-            return None
-        wide = torch.stack([row.detach().to(torch.float64) for row in rows])
-        if call.decider.is_elementwise:
-            found = self._elements(call, wide, sides, known)
-        else:
-            found = self._whole_rows(wide, sides, known)
-        return None if found is None else list(found.unbind())
+        changed = None
+        for each in known:
+            if len(each.values) != len(rows):
+                continue
+            wide = torch.stack([row.detach().to(torch.float64) for row in changed or rows])
+            size, whole = wide.shape[2], each.centre.shape[2]
+            if call.decider.is_elementwise:
+                for start in _starts(size, whole):
+                    changed = self._elements(wide, sides, each.stretch(start, size)) or changed
+            elif size == whole and each.sides.shape[1] == sides.shape[1]:
+                changed = self._whole_rows(wide, sides, each) or changed
+        return changed
 
-    def _whole_rows(self, rows: Tensor, sides: Tensor, known: Sequence[_Known]) -> Tensor | None:
+    def _whole_rows(self, rows: Tensor, sides: Tensor, known: _Known) -> list[Tensor] | None:
         """Return rows with the reference's where a selecting operator picked otherwise.
 
         Args:
-            rows: [operands, R, n], float64.
+            rows: [operands, R, n], float64, changed in place.
             sides: [R, m].
-            known: The near ties of the operator.
+            known: Near ties of the operator.
         """
-        known = [each for each in known if each.centre.shape[1] == rows.shape[2]]
-        known = [each for each in known if each.sides.shape[0] == sides.shape[1]]
-        best = torch.full((rows.shape[1],), math.inf, dtype=torch.float64)
-        chosen = torch.full((rows.shape[1],), -1)
-        for position, each in enumerate(known):
-            apart = torch.stack(
-                [farthest(row, centre) for row, centre in zip(rows, each.centre, strict=True)]
-            ).amax(0)
-            is_closer = (apart <= each.near.tolerance) & (apart < best)
-            best, chosen = (
-                torch.where(is_closer, apart, best),
-                chosen.masked_fill(is_closer, position),
-            )
-        changed = None
-        for row in (chosen >= 0).nonzero()[:, 0].tolist():
-            each = known[int(chosen[row])]
-            if torch.equal(each.sides, sides[row]):
-                continue
-            changed = rows.clone() if changed is None else changed
-            changed[:, row] = each.values
-            self.flipped.add(each.index)
-        return changed
+        at = known.nearest(rows)
+        flipped = (at >= 0) & (sides != known.sides[at]).any(1)
+        return self._changed(rows, flipped[:, None], at, known)
 
-    def _elements(
-        self, call: Call, rows: Tensor, sides: Tensor, known: Sequence[_Known]
-    ) -> Tensor | None:
+    def _elements(self, rows: Tensor, sides: Tensor, known: _Known) -> list[Tensor] | None:
         """Return rows with the reference's values where one is on another side of a boundary.
 
         Args:
-            call: The call.
-            rows: [operands, R, n], float64.
+            rows: [operands, R, n], float64, changed in place.
             sides: [R, n].
-            known: The near ties of the operator.
+            known: Near ties of the operator, or a stretch of them.
         """
-        positions = _Positions(known)
-        widest = max(each.near.tolerance for each in known)
-        margins = call.decider.margins(call, list(rows))
-        changed = None
-        for row, at in (margins <= 2.0 * widest).nonzero().tolist():
-            found = positions.closest(rows[:, row], at)
-            if found is None:
-                continue
-            each, which = found
-            if float(each.sides[which]) == float(sides[row, at]):
-                continue
-            changed = rows.clone() if changed is None else changed
-            changed[:, row, at] = each.values[:, each.near.positions[which]]
-            self.flipped.add(each.index)
-        return changed
+        at = known.nearest(rows)
+        due = known.sides[at]
+        return self._changed(rows, (at >= 0)[:, None] & (due == due) & (sides != due), at, known)
+
+    def _changed(
+        self, rows: Tensor, flipped: Tensor, at: Tensor, known: _Known
+    ) -> list[Tensor] | None:
+        """Put the reference's values where decisions flipped; None where none did."""
+        if not bool(flipped.any()):
+            return None
+        self.flipped |= {known.indices[tie] for tie in at[flipped.any(1)].tolist()}
+        return list(torch.where(flipped, known.values[:, at], rows).unbind())
 
 
-class _Positions:
-    """All positions of all near ties of an elementwise operator, for quick exclusion.
+def _starts(size: int, whole: int) -> list[int]:
+    """Return where a local row may begin in the reference's: parts are alike but for the last."""
+    if size > whole:
+        return []
+    return sorted({*range(0, whole - size + 1, size), whole - size})
 
-    Attributes:
-        pairs: Near tie and index into its positions, P of them.
-    """
 
-    def __init__(self, known: Sequence[_Known]) -> None:
-        """Lay the positions out."""
-        self.pairs = [(each, i) for each in known for i in range(len(each.near.positions))]
-        at = [each.near.positions[which] for each, which in self.pairs]
-        self._positions = torch.tensor(at)
-        self._sizes = torch.tensor([each.centre.shape[1] for each, _ in self.pairs])
-        self._tolerances = torch.tensor(
-            [each.near.tolerance for each, _ in self.pairs], dtype=torch.float64
-        )
-        values = [each.centre[:, i] for (each, _), i in zip(self.pairs, at, strict=True)]
-        self._values = torch.stack(values, dim=1)  # [operands, P]
-
-    def closest(self, row: Tensor, at: int) -> tuple[_Known, int] | None:
-        """Return the near tie that position `at` of a local row is, and which of its positions.
-
-        A local row may be any stretch of the reference's: the dim may be split.
-
-        Args:
-            row: [operands, n], float64.
-            at: Position in the row.
-        """
-        size = row.shape[1]
-        starts = self._positions - at
-        is_near = (self._values - row[:, at, None]).abs().amax(0) <= self._tolerances
-        fitting = is_near & (starts >= 0) & (starts + size <= self._sizes)
-        found, best = None, math.inf
-        for pair in fitting.nonzero()[:, 0].tolist():
-            each, start = self.pairs[pair][0], int(starts[pair])
-            apart = float(farthest(row, each.centre[:, start : start + size]).amax())
-            if apart <= each.near.tolerance and apart < best:
-                found, best = self.pairs[pair], apart
-        return found
+def _bounded(value: Tensor) -> Tensor:
+    """Return a tensor with large numbers for infinities, so that equal ones are 0 apart."""
+    return value.nan_to_num(nan=math.nan, posinf=1e300, neginf=-1e300)
 
 
 def farthest(row: Tensor, centre: Tensor) -> Tensor:

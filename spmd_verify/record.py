@@ -130,6 +130,7 @@ class Tie(msgspec.Struct, kw_only=True):
         run: `free` or `anchored`.
         margin: How far the values decided between were apart, in the reference.
         noise: The noise of the row of values that it decides in; absolute, as the margin.
+        rows: How many rows there were decided otherwise; margin and noise are the first one's.
     """
 
     operator: str
@@ -138,6 +139,7 @@ class Tie(msgspec.Struct, kw_only=True):
     run: str
     margin: float
     noise: float
+    rows: int = 1
     unknown: dict[str, Any] = {}
 
 

@@ -25,8 +25,9 @@ def judged_again(cell: Cell, forced: Cell, ties: Sequence[Tie]) -> Cell:
     Args:
         cell: As it ran.
         forced: The same with the decisions of `ties` forced.
-        ties: Near ties that were decided otherwise; at least one.
+        ties: Near ties that were decided otherwise, by row; at least one.
     """
+    ties = _by_place(ties)
     said = described(ties)
     reason = f"{said}; with the reference's decision forced it agrees"
     wrong = {_key(row): row for row in cell.tensors if row.verdict == Verdict.MISMATCH}
@@ -46,25 +47,31 @@ def judged_again(cell: Cell, forced: Cell, ties: Sequence[Tie]) -> Cell:
         verdict=str(_verdict(forced, rows)),
         message="; ".join(part for part in (forced.message, note if still else "") if part),
         counts={str(word): counts[word] for word in Verdict if counts[word]},
-        undetermined_reason=reason if is_explained else forced.undetermined_reason,
+        undetermined_reason=reason if is_explained and not still else forced.undetermined_reason,
         duration_seconds=cell.duration_seconds,
-        ties=list(ties),
+        ties=ties,
         tensors=rows,
         unknown={**forced.unknown, "seconds": cell.unknown.get("seconds", {})},
     )
 
 
+def _by_place(ties: Sequence[Tie]) -> list[Tie]:
+    """Return one tie for the rows of a place in a step of a run."""
+    places: dict[tuple[str, str, int, str], list[Tie]] = {}
+    for tie in ties:
+        places.setdefault((tie.operator, tie.source, tie.step, tie.run), []).append(tie)
+    return [msgspec.structs.replace(found[0], rows=len(found)) for found in places.values()]
+
+
 def described(ties: Sequence[Tie]) -> str:
     """Return `a tie inside the noise: topk at model.py:17, step 0, margin .., noise ..`."""
-    places: dict[tuple[str, str], Tie] = {}
-    for tie in ties:
-        places.setdefault((tie.operator, tie.source), tie)
-    first, *others = places.values()
-    more = f" (and {len(others)} more places)" if others else ""
-    return f"a tie inside the noise: {told(first)}{more}"
+    first = ties[0]
+    others = {(tie.operator, tie.source) for tie in ties} - {(first.operator, first.source)}
+    more = f" (and at {len(others)} more places)" if others else ""
+    return f"a tie inside the noise: {_told(first)}{more}"
 
 
-def told(tie: Tie) -> str:
+def _told(tie: Tie) -> str:
     """Return one tie in words."""
     return (
         f"{tie.operator} at {tie.source}, step {tie.step}, margin {tie.margin:.3g}, noise "

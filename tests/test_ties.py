@@ -288,6 +288,15 @@ def test_rows_are_found_in_any_part_of_the_batch_and_any_stretch_of_a_split_dim(
     assert torch.equal(forced[[0, 2]], local[[0, 2]].relu())
 
 
+def test_a_call_with_too_many_values_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spmd_verify.forcing.LARGEST_SEARCH", 1)
+    forcing = Forcing(ties_of(torch.relu, torch.tensor([[1e-8, 1.0]]), noise=1e-7))
+
+    with forcing.at("free", 0):
+        assert torch.tensor([[-1e-8, 1.0]]).relu()[0, 0] == 0
+    assert forcing.flipped == set()
+
+
 def test_rows_of_other_values_operators_or_steps_are_left_alone() -> None:
     reference = torch.tensor([[1.0, 1.0 + 1e-7, 0.5]])
     other = torch.tensor([[1.0 + 2e-7, 1.0, 0.5]])
@@ -372,6 +381,7 @@ def test_flips_inside_the_noise_pass_and_those_outside_or_with_a_fault_do_not(
     assert faulty.cause is not None
     assert (faulty.cause.kind, faulty.cause.factor) == ("factor", pytest.approx(1.01, rel=1e-4))
     assert "with the reference's decisions forced the rest still differs" in faulty.message
+    assert "it does not explain what follows" in terminal.render(record)
 
     assert asked.count(TIES_JOB) == 1  # the three failing cells share one reference
 

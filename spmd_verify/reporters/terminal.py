@@ -13,6 +13,7 @@ from tabulate import tabulate
 
 from spmd_verify.exit_codes import fails
 from spmd_verify.record import Cell, ExactInfo, Record, Row
+from spmd_verify.tie_replay import described
 from spmd_verify.verdict import LIMITS
 
 _HEADERS: Final = ("style", "mesh", "verdict", "worst tensor", "error / noise", "exercised")
@@ -91,6 +92,8 @@ def _failure(cell: Cell) -> str:
     lines += [f"  {line}" for line in reason.splitlines()]
     row = first_row(cell)
     if cell.first_divergence is not None:
+        if cell.ties:
+            lines.append(f"  {described(cell.ties)}; it does not explain what follows")
         lines += _divergence(cell, row)
     cause = (row.cause if row else None) or cell.cause
     if cause is not None:
