@@ -65,6 +65,8 @@ def near_ties(case: LoadedCase, *, has_float64: bool = True) -> list[NearTie]:
     device.evaluation = recording.again
     reference = device.run(modes=recording.at)
     found: list[NearTie] = []
+    if not recording.decisions:
+        return found
     for run in ("free", "anchored")[: 1 + (case.steps > 1)]:
         anchors = reference if run == "anchored" else None
         noise = _measured(device, recording, anchors, has_float64=has_float64)

@@ -92,7 +92,7 @@ def _failure(cell: Cell) -> str:
     lines += [f"  {line}" for line in reason.splitlines()]
     row = first_row(cell)
     if cell.first_divergence is not None:
-        if cell.ties:
+        if cell.ties and described(cell.ties) not in reason:
             lines.append(f"  {described(cell.ties)}; it does not explain what follows")
         lines += _divergence(cell, row)
     cause = (row.cause if row else None) or cell.cause
