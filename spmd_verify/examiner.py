@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from spmd_verify.errors import SpmdVerifyError
-from spmd_verify.record import Cell
+from spmd_verify.record import Cell, Tie
 from spmd_verify.runner.failures import Failure
 from spmd_verify.runner.specs import (
     EXAMINE_JOB,
     JUDGE_JOB,
     REFERENCE_JOB,
+    TIES_JOB,
     CaseSpec,
     CellEvidence,
     CellSpec,
@@ -27,10 +28,13 @@ from spmd_verify.runner.specs import (
     ExamineRequest,
     JudgeRequest,
     ReferenceSpec,
+    TiesReport,
+    TiesRequest,
     decode,
     encode,
 )
 from spmd_verify.style_ids import data_ranks
+from spmd_verify.tie_replay import judged_again
 
 if TYPE_CHECKING:
     from spmd_verify.run import _Run
@@ -58,10 +62,17 @@ class Examiner:
         again = msgspec.structs.replace(
             spec, dump_path=folder, last_step=cell.first_divergence.step
         )
-        answer = self.run.runner.run_cell(again)
-        if isinstance(answer, Failure):
-            self.run.progress.note(f"{cell.id}: no cause was looked for: {answer.reason}")
-            return cell
+        ties = self._near_ties(spec, cell)
+        replay = self._replay(again) if ties else None
+        if replay is not None:
+            cell = self._judged_again(again, cell, replay, ties)
+            if cell.first_divergence is None:
+                return cell
+        else:
+            answer = self.run.runner.run_cell(again)
+            if isinstance(answer, Failure):
+                self.run.progress.note(f"{cell.id}: no cause was looked for: {answer.reason}")
+                return cell
         experiments: dict[str, bool | None] = {}
         while True:
             request = ExamineRequest(
@@ -78,6 +89,42 @@ class Examiner:
             if not report.wanted:
                 return decode(report.judged, Cell)
             experiments[report.wanted] = self._experiment(spec, report.wanted)
+
+    def _near_ties(self, spec: CellSpec, cell: Cell) -> list[Tie]:
+        """Return the near ties of the cell's reference, found once for all its cells."""
+        assert cell.first_divergence is not None
+        if cell.first_divergence.stage == "initial_state":
+            return []  # nothing was decided yet
+        known = self.run.ties.get(spec.store_path)
+        if known is not None:
+            return known
+        request = TiesRequest(spec.case, spec.store_path, _ties_path(spec))
+        try:
+            found = decode(self.run.ask_solo(TIES_JOB, encode(request)), TiesReport).ties
+        except SpmdVerifyError as error:
+            self.run.progress.note(f"{cell.id}: no near ties were looked for: {error.message}")
+            found = []
+        self.run.ties[spec.store_path] = found
+        return found
+
+    def _replay(self, again: CellSpec) -> CellEvidence | None:
+        """Run a cell with the reference's decisions; None where it does not run so."""
+        # All steps: what differs first without the flips may be a later one.
+        forced = msgspec.structs.replace(again, ties_path=_ties_path(again), last_step=-1)
+        answer = self.run.runner.run_cell(forced)
+        if isinstance(answer, Failure):
+            self.run.progress.note(f"{again.style}: near ties cannot be forced: {answer.reason}")
+            return None
+        return answer
+
+    def _judged_again(
+        self, again: CellSpec, cell: Cell, evidence: CellEvidence, ties: list[Tie]
+    ) -> Cell:
+        """Judge a replay; the cell as it was where no decision had to be forced."""
+        request = JudgeRequest(again, evidence.parts, evidence.seconds)
+        forced = decode(self.run.ask_solo(JUDGE_JOB, encode(request)), Cell)
+        flipped = [ties[index] for index in forced.unknown.get("flipped", ())]
+        return judged_again(cell, forced, flipped) if flipped else cell
 
     def _experiment(self, spec: CellSpec, name: str) -> bool | None:
         """Run the cell under a changed case: whether it passes there, None if it cannot run."""
@@ -99,6 +146,11 @@ class Examiner:
             )
             return None
         return judged.verdict in ("exact", "rounding", "undetermined")
+
+
+def _ties_path(spec: CellSpec) -> str:
+    """Return the file of the near ties of a cell's reference."""
+    return f"{spec.store_path}-ties"
 
 
 def changes(spec: CellSpec, experiment: str) -> CaseSpec:

@@ -15,7 +15,8 @@ import msgspec
 from spmd_verify.errors import RecordError
 
 # 1.0: first version.
-SCHEMA_VERSION: Final = "1.0"
+# 1.1: `ties` of a cell.
+SCHEMA_VERSION: Final = "1.1"
 _NON_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -119,8 +120,34 @@ class Exercised(msgspec.Struct, kw_only=True):
     unknown: dict[str, Any] = {}
 
 
+class Tie(msgspec.Struct, kw_only=True):
+    """A decision that rounding takes: `verdicts.md` part 6.
+
+    Attributes:
+        operator: What decides, `topk`.
+        source: `file:line` of the user's code, `backward` where it is none of it.
+        step: From 0.
+        run: `free` or `anchored`.
+        margin: How far the values decided between were apart, in the reference.
+        noise: The noise of the row of values that it decides in; absolute, as the margin.
+        rows: How many rows there were decided otherwise; margin and noise are the first one's.
+    """
+
+    operator: str
+    source: str
+    step: int
+    run: str
+    margin: float
+    noise: float
+    rows: int = 1
+    unknown: dict[str, Any] = {}
+
+
 class Cell(msgspec.Struct, kw_only=True):
-    """One case under one style on one mesh in one dtype."""
+    """One case under one style on one mesh in one dtype.
+
+    `ties` are near ties that the style decided otherwise than the reference.
+    """
 
     case: str
     style: str
@@ -141,6 +168,7 @@ class Cell(msgspec.Struct, kw_only=True):
     undetermined_reason: str | None = None
     duration_seconds: float = 0.0
     log: str | None = None
+    ties: list[Tie] = []
     tensors: list[Row] = []
     unknown: dict[str, Any] = {}
 

@@ -23,7 +23,7 @@ from spmd_verify.examiner import Examiner
 from spmd_verify.exit_codes import fails
 from spmd_verify.options import MeshSpec, Options, check_rank_limit
 from spmd_verify.prober import Prober
-from spmd_verify.record import CaseInfo, Cell, Record
+from spmd_verify.record import CaseInfo, Cell, Record, Tie
 from spmd_verify.reference_cache import cache_folder
 from spmd_verify.runner.failures import Failure
 from spmd_verify.runner.folders import LogFolder, work_folder
@@ -159,6 +159,7 @@ class _Run:
     logs: LogFolder
     after_cell: AfterCell | None = None
     is_stopped: bool = False
+    ties: dict[str, list[Tie]] = field(default_factory=dict)  # near ties, by store
     solo: Pool = field(init=False)
     runner: ProcessRunner | LockstepRunner = field(init=False)
 

@@ -93,10 +93,12 @@ class SingleDevice:
         case: The case.
         draws: False once the reference is known to draw no random numbers in its steps.
         twin: The case in float64.
+        evaluation: Gives the context of an eval forward.
     """
 
     case: LoadedCase
     draws: bool = field(default=True, init=False)
+    evaluation: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext, init=False)
     _pristine: nn.Module | None = field(default=None, init=False)
     _can_copy: bool = field(default=True, init=False)
 
@@ -179,7 +181,8 @@ class SingleDevice:
                 member.after(model, index)
             trajectory.steps.append({**record, **snapshot(model, optimizer)})
             if evaluates_after(case, index) and anchors is None:
-                eval_outputs(case, model)
+                with self.evaluation():
+                    eval_outputs(case, model)
         trajectory.steps[0]["initial_state"] = {**initial["parameters"], **initial["buffers"]}
         if anchors is None and steps is None:
             self._evaluate(case, model, trajectory)
@@ -188,7 +191,8 @@ class SingleDevice:
     def _evaluate(self, case: LoadedCase, model: nn.Module, trajectory: Trajectory) -> None:
         """Add `eval_outputs` of step 0's inputs to the last step."""
         try:
-            outputs = eval_outputs(case, model)
+            with self.evaluation():
+                outputs = eval_outputs(case, model)
         except Exception as error:  # noqa: BLE001 - the user's forward may raise anything
             trajectory.notes.append(f"the eval forward raised {one_line(error)}")
             outputs = {}

@@ -38,9 +38,14 @@ def _replaced(graph: fx.GraphModule, node: fx.Node, target: Any, *args: Any) -> 
     return graph
 
 
+def scale(graph: fx.GraphModule, factor: float) -> fx.GraphModule:
+    """Multiply the reduced gradient of one parameter."""
+    return _replaced(graph, _reduced_gradients(graph)[0], aten.mul.Tensor, factor)
+
+
 def scale_gradient(graph: fx.GraphModule) -> fx.GraphModule:
     """Multiply the reduced gradient of one parameter by 1.0001."""
-    return _replaced(graph, _reduced_gradients(graph)[0], aten.mul.Tensor, 1.0001)
+    return scale(graph, 1.0001)
 
 
 def mean_for_sum(graph: fx.GraphModule) -> fx.GraphModule:

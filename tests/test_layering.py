@@ -42,6 +42,7 @@ TORCH_FREE = {
     "runner.specs",
     "settling",
     "style_ids",
+    "tie_replay",
     "user_code",
     "verdict",
     "version",

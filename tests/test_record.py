@@ -94,6 +94,7 @@ def test_the_fields_are_those_of_the_page() -> None:
         "undetermined_reason",
         "duration_seconds",
         "log",
+        "ties",
         "tensors",
     }
     assert set(cell["tensors"][0]) == {

@@ -13,6 +13,7 @@ from tabulate import tabulate
 
 from spmd_verify.exit_codes import fails
 from spmd_verify.record import Cell, ExactInfo, Record, Row
+from spmd_verify.tie_replay import described
 from spmd_verify.verdict import LIMITS
 
 _HEADERS: Final = ("style", "mesh", "verdict", "worst tensor", "error / noise", "exercised")
@@ -80,7 +81,8 @@ def _cell_line(cell: Cell) -> list[str]:
 def _needs_words(cell: Cell, record: Record) -> bool:
     """Say whether a cell gets a paragraph below the table."""
     strict = bool(record.settings.get("strict"))
-    return fails(cell, strict=strict) or cell.verdict in ("error", "unsupported", "undetermined")
+    is_told = cell.verdict in ("error", "unsupported", "undetermined") or bool(cell.ties)
+    return is_told or fails(cell, strict=strict)
 
 
 def _failure(cell: Cell) -> str:
@@ -90,6 +92,8 @@ def _failure(cell: Cell) -> str:
     lines += [f"  {line}" for line in reason.splitlines()]
     row = first_row(cell)
     if cell.first_divergence is not None:
+        if cell.ties and described(cell.ties) not in reason:
+            lines.append(f"  {described(cell.ties)}; it does not explain what follows")
         lines += _divergence(cell, row)
     cause = (row.cause if row else None) or cell.cause
     if cause is not None:

@@ -9,6 +9,7 @@ step; what it shows is compared at once and not kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from spmd_verify.compare import compare, fitting_parts, hyper_parameter_differen
 from spmd_verify.errors import SpmdVerifyError, Unsupported
 from spmd_verify.exact_case import ExactCase
 from spmd_verify.exact_grid import is_power
+from spmd_verify.forcing import Forcing
 from spmd_verify.layouts import region
 from spmd_verify.measure import Statistics
 from spmd_verify.runner.dumping import DumpTaker
@@ -34,6 +36,7 @@ class Drive:
 
     Attributes:
         dump: Takes copies of everything seen, if set.
+        forcing: Decides near ties as the reference did, if set.
         steps: How many to run; the case's unless set lower.
         is_anchored: Whether there is an anchored run.
         statistics: What was compared so far.
@@ -63,6 +66,7 @@ class Drive:
         self.store = store
         self.note = note
         self.dump: DumpTaker | None = None
+        self.forcing: Forcing | None = None
         self.steps = case.steps
         self.mesh_shape = tuple(context.axes.values())
         self.stopwatch = context.stopwatch
@@ -89,7 +93,7 @@ class Drive:
             self._compare("free", index, self._step(free, index, "free"))
             self._compare("free", index, self._state(free))
             if evaluates_after(self.case, index) and index < self.steps - 1:
-                self._eval_outputs(free)
+                self._eval_outputs(free, index)
         facts = dict(free.facts())
         if self.steps > 1:
             self._run_anchored()
@@ -166,8 +170,12 @@ class Drive:
             self._compare_hyper_parameters(run, index)
         batch = self.case.batch(index)
         self.case.seed_step(index)
-        with self.stopwatch("steps"):
+        with self.stopwatch("steps"), self._forced(name, index):
             return run.step(index, batch)
+
+    def _forced(self, name: str, index: int) -> AbstractContextManager[Any]:
+        """Return the context in which a step takes the reference's decisions, if it is to."""
+        return nullcontext() if self.forcing is None else self.forcing.at(name, index)
 
     def _state(self, run: StyleRun) -> Observation:
         """Return a run's live state."""
@@ -199,17 +207,21 @@ class Drive:
         """Run the eval forward as the last act and compare it."""
         last = self.case.steps - 1
         if self.store.names(last, "eval_outputs"):
-            outputs = self._eval_outputs(run)
+            outputs = self._eval_outputs(run, last)
             if outputs is not None:
                 self._compare("free", last, {"eval_outputs": outputs})
 
-    def _eval_outputs(self, run: StyleRun) -> Mapping[str, Observed] | None:
-        """Run an eval forward on step 0's inputs; its failure costs the stage, not the cell."""
+    def _eval_outputs(self, run: StyleRun, after: int) -> Mapping[str, Observed] | None:
+        """Run an eval forward on step 0's inputs, after a step of the free run.
+
+        Its failure costs the stage, not the cell.
+        """
         self.note("the eval forward")
         self.case.seed_step(self.case.steps)
         try:
             with (
                 self.stopwatch("evaluate"),
+                self._forced("free", after),
                 UserCode("The eval forward", path=self.case.path, slug="forward-raised"),
             ):
                 return run.evaluate(self.case.batch(0))

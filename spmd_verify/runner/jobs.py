@@ -20,6 +20,7 @@ from spmd_verify.adversarial_search import with_even_size, with_uneven_size
 from spmd_verify.case import LoadedCase, load_case
 from spmd_verify.exact_case import ExactCase
 from spmd_verify.exact_reference import make_exact_reference
+from spmd_verify.forcing import Forcing, read_ties
 from spmd_verify.judge import Judgement, judge
 from spmd_verify.measure import Statistics
 from spmd_verify.planting.planted import PlantedStyle
@@ -179,8 +180,12 @@ def run_cell(context: Context, payload: bytes) -> bytes:
     mesh = _style_context(context, spec)
     store = Store(spec.store_path)
     style = styles.find(spec.style, case)
+    forcing = Forcing(read_ties(spec.ties_path)) if spec.ties_path else None
+    if forcing is not None:
+        style = forcing.applied(style)
     planted = None if spec.fault is None else PlantedStyle(style, spec.fault, store)
     run = Drive(planted or style, case, mesh, store, context.note)
+    run.forcing = forcing
     if spec.last_step >= 0:
         run.steps = spec.last_step + 1
     if spec.dump_path:
@@ -199,6 +204,7 @@ def run_cell(context: Context, payload: bytes) -> bytes:
             facts={**facts.get("facts", {}), "is_anchored": run.is_anchored},
             seconds=run.stopwatch.seconds,
             cpu_seconds=run.stopwatch.cpu_seconds,
+            flipped=[] if forcing is None else sorted(forcing.flipped),
         )
     )
 
@@ -310,6 +316,7 @@ def _cell(request: JudgeRequest, reports: list[CellReport], judgement: Judgement
             "growth": judgement.growth,
             "undetermined_elements": judgement.undetermined_elements,
             **_watched(reports),
+            **_flipped(reports),
             "facts": _merged_facts(reports),
         },
     )
@@ -319,6 +326,12 @@ def _watched(reports: list[CellReport]) -> dict[str, Any]:
     """Return what planting a fault saw, by process; nothing for a cell without one."""
     seen = [report.watched for report in reports if report.watched is not None]
     return {"watched": msgspec.to_builtins(seen)} if seen else {}
+
+
+def _flipped(reports: list[CellReport]) -> dict[str, Any]:
+    """Return the near ties that any process had decided otherwise; nothing for none."""
+    seen = sorted({tie for report in reports for tie in report.flipped})
+    return {"flipped": seen} if seen else {}
 
 
 def _merged_facts(reports: list[CellReport]) -> dict[str, Any]:

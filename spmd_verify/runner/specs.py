@@ -13,7 +13,7 @@ import msgspec
 
 from spmd_verify.certificate import Sensitivity
 from spmd_verify.planting.faults import Fault, Watched
-from spmd_verify.record import ExactInfo
+from spmd_verify.record import ExactInfo, Tie
 from spmd_verify.runner.failures import Failure
 
 _T = TypeVar("_T")
@@ -23,6 +23,7 @@ REFERENCE_JOB = "spmd_verify.runner.jobs:write_reference"
 CELL_JOB = "spmd_verify.runner.jobs:run_cell"
 JUDGE_JOB = "spmd_verify.runner.jobs:judge_cell"
 EXAMINE_JOB = "spmd_verify.examine:examine_cell"
+TIES_JOB = "spmd_verify.near_ties:find_ties"
 LOCATE_JOB = "spmd_verify.runner.jobs:locate_operator"
 SURVEY_JOB = "spmd_verify.runner.survey:survey"
 
@@ -121,6 +122,7 @@ class CellSpec(msgspec.Struct, frozen=True):
         fault: Planted into the style, for certificates.
         dump_path: Folder to dump what ranks hold into; empty for none.
         last_step: The last step to run, -1 for the case's.
+        ties_path: File of near ties that are decided as the reference did; empty for none.
     """
 
     case: CaseSpec
@@ -133,6 +135,7 @@ class CellSpec(msgspec.Struct, frozen=True):
     fault: Fault | None = None
     dump_path: str = ""
     last_step: int = -1
+    ties_path: str = ""
 
     @property
     def num_ranks(self) -> int:
@@ -165,6 +168,7 @@ class CellReport(msgspec.Struct, frozen=True):
         facts: What examinations ask of the style, such as its wrappers; plain values.
         seconds: Wall time by part, see `stopwatch`.
         cpu_seconds: Processor time by part.
+        flipped: Which near ties this process had decided otherwise, by their position.
     """
 
     statistics: bytes
@@ -176,6 +180,7 @@ class CellReport(msgspec.Struct, frozen=True):
     facts: dict[str, Any] = {}
     seconds: dict[str, float] = {}
     cpu_seconds: dict[str, float] = {}
+    flipped: list[int] = []
 
 
 class JudgeRequest(msgspec.Struct, frozen=True):
@@ -200,6 +205,26 @@ class Survey(msgspec.Struct, frozen=True):
     buffers: list[str]
     unmoved: list[str]
     sensitivities: list[Sensitivity]
+
+
+class TiesRequest(msgspec.Struct, frozen=True):
+    """Find the near ties of a case's reference; answered by a `TiesReport`.
+
+    Attributes:
+        case: The case.
+        store_path: Where its reference is.
+        path: File to write them to.
+    """
+
+    case: CaseSpec
+    store_path: str
+    path: str
+
+
+class TiesReport(msgspec.Struct, frozen=True):
+    """The near ties that were written, in order."""
+
+    ties: list[Tie]
 
 
 class ExamineRequest(msgspec.Struct, frozen=True):

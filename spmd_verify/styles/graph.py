@@ -8,7 +8,7 @@ parts of all ranks. Both show `Placed` values, so the rest is the same.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -59,6 +59,7 @@ class GraphStyle:
         name: Id of the style.
         mode: `(case, context, mesh) -> ParallelMode`.
         transformation: Rewrites the local graph of the training step; for planted faults.
+        decisions: Rewrites every local graph so that it decides as the reference did; for ties.
         runners: The runners that can run it.
         may_divide: Whether it may divide by a number of ranks; see `base.Style`.
     """
@@ -66,6 +67,7 @@ class GraphStyle:
     name: str
     mode: ModeFactory
     transformation: Transformation | None = None
+    decisions: Transformation | None = None
     runners: frozenset[str] = frozenset({"processes", "lockstep"})
     may_divide: bool = False
 
@@ -192,8 +194,10 @@ class GraphRun:
     def _mode(self, what: str) -> spmd.ParallelMode:
         """Return the style's mode; both builds of a cell use the same one."""
         inner = self.style.mode(self.case, self.context, self.mesh)
-        transformation = self.style.transformation if what == "training" else None
-        return _OncePerGraph(inner, transformation)
+        rewritings = [self.style.decisions]
+        if what == "training":
+            rewritings.insert(0, self.style.transformation)
+        return _OncePerGraph(inner, [each for each in rewritings if each is not None])
 
     def _on_device(self, batch: Any) -> Any:
         """Return the global batch where the model is."""
@@ -243,10 +247,10 @@ class _OncePerGraph(spmd.ParallelMode):
     longer than the steps themselves.
     """
 
-    def __init__(self, inner: spmd.ParallelMode, transformation: Transformation | None) -> None:
-        """Stand in for `inner`; `transformation` rewrites what its passes return."""
+    def __init__(self, inner: spmd.ParallelMode, rewritings: Sequence[Transformation]) -> None:
+        """Stand in for `inner`; `rewritings` rewrite what its passes return, in order."""
         self._inner = inner
-        self._transformation = transformation
+        self._rewritings = rewritings
         self._local: dict[int, tuple[fx.GraphModule, fx.GraphModule]] = {}
         self._final: dict[int, fx.GraphModule] = {}
         self.mesh = inner.mesh
@@ -264,13 +268,10 @@ class _OncePerGraph(spmd.ParallelMode):
         """Return the local graph after the passes, the same one each time."""
         if id(gm) not in self._final:
             final = self._inner.transform_and_compile(gm)
-            self._final[id(gm)] = (self._transformation or _unchanged)(final)
+            for rewrite in self._rewritings:
+                final = rewrite(final)
+            self._final[id(gm)] = final
         return self._final[id(gm)]
-
-
-def _unchanged(graph: fx.GraphModule) -> fx.GraphModule:
-    """Return the graph."""
-    return graph
 
 
 class _Shared:
