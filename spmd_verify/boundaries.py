@@ -133,5 +133,7 @@ def _mapped(value: Any, path: str, function: Callable[[str, Tensor], Tensor]) ->
     if type(value) in (tuple, list):
         return type(value)(_mapped(v, f"{path}[{i}]", function) for i, v in enumerate(value))
     if type(value) is dict:
-        return {k: _mapped(v, f"{path}.{k}" if path else str(k), function) for k, v in value.items()}
+        return {
+            k: _mapped(v, f"{path}.{k}" if path else str(k), function) for k, v in value.items()
+        }
     return value

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final
 
@@ -40,8 +40,8 @@ from spmd_verify.verdict import unit_roundoff
 # is measured there, or twice the roundoff of its norm. Only what to feed depends on it, never
 # a verdict.
 _MARGIN: Final = 8.0
-# Ranks that hold different values of what should be one tensor, or a dim split over an axis that
-# splits no samples: a layout counts as known where the deviation is at most this share.
+# Parts of another dim than the samples': their layout counts as known where the deviation is at
+# most this share of the tensor. Elements in another order deviate by about 1.4.
 _PLAUSIBLE: Final = 0.5
 
 
@@ -104,8 +104,8 @@ class _Fit:
     Attributes:
         error: The largest norm of a rank's deviation from it.
         parts: By coordinate, the part of the reference.
-        finding: `right` or `summand`, if the error is noise.
-        is_certain: Whether the shape alone says it.
+        finding: See `specs.Boundary`.
+        is_certain: Whether it is the layout of whatever has that shape, right or wrong.
     """
 
     error: float
@@ -157,7 +157,7 @@ class _Sites:
             found.append(
                 Boundary(
                     key,
-                    self._finding(key, fit),
+                    "unknown" if fit is None else fit.finding,
                     self._tolerance(key),
                     is_repeated=before is not None and self._is_same(key, before),
                 )
@@ -217,13 +217,19 @@ class _Sites:
         return self._fits[key]
 
     def _guess(self, key: str, fits: list[_Fit], best: _Fit) -> _Fit | None:
-        """Return how a boundary that is wrong is laid out, None where that is not known."""
+        """Return how a boundary that is wrong is laid out, None where that is not known.
+
+        One that every rank holds whole may be wrong or a summand of something wrong: it is
+        `doubtful`.
+        """
         certain = [fit for fit in fits if fit.is_certain]
         if len(certain) == 1:
-            return certain[0]
-        size = float(self.references[key].norm())
-        is_near = best.error <= _PLAUSIBLE * size
-        return best if is_near and best.finding == "right" else None
+            return replace(certain[0], finding="wrong")
+        is_split = best.finding == "right" and len(set(best.parts.values())) == len(best.parts)
+        if is_split and best.error <= _PLAUSIBLE * float(self.references[key].norm()):
+            return replace(best, finding="wrong")
+        whole = [fit for fit in fits if fit.finding == "right"]
+        return replace(whole[0], finding="doubtful") if len(whole) == 1 else None
 
     def _readings(self, key: str) -> Iterator[_Fit]:
         """Give what a boundary may be: a part per rank, or a summand of one."""
@@ -267,12 +273,6 @@ class _Sites:
             group = tuple(at[i] for i in kept)
             groups[group] = groups[group] + local if group in groups else local
         return {at: groups[tuple(at[i] for i in kept)] for at in held}
-
-    def _finding(self, key: str, fit: _Fit | None) -> str:
-        """Return the word for a boundary."""
-        if fit is None:
-            return "unknown"
-        return fit.finding if fit.error <= self._tolerance(key) else "wrong"
 
     def _tolerance(self, key: str) -> float:
         """Return the error that is noise, as a norm."""

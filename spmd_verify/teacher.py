@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 # By the stage of the first divergence: what is fed in.
 _DIRECTIONS: Final = {"module_outputs": "values", "loss": "values", "gradients": "gradients"}
 ROOT: Final = "model"
+# Findings of boundaries that are fed wherever they are in front of the place that is tried.
+_KNOWN: Final = ("right", "wrong")
 
 
 class _Stopped(Exception):
@@ -103,6 +105,7 @@ class _Search:
     folder: str
     runs: int = 0
     boundaries: list[Boundary] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
     _outcomes: dict[int, _Outcome] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -116,7 +119,7 @@ class _Search:
         self.run_name = next((r.run for r in rows if (r.stage, r.name) == place), "free")
         self.rows = {row.name: row for row in rows if row.stage in ("loss", "gradients")}
         self.deadline = time.monotonic() + self.spec.timeout_seconds
-        self.most_runs = 0
+        self.most_runs = self.first_open = 0
 
     # -- the search --------------------------------------------------------------------------
 
@@ -126,24 +129,47 @@ class _Search:
         Raises:
             _Stopped: A run failed, or nothing can be fed in.
         """
-        plan = self._plan()
-        is_forward = self.direction == "values"
-        self.boundaries = plan.boundaries if is_forward else plan.boundaries[::-1]
-        self.most_runs = 2 * math.ceil(math.log2(max(len(self.boundaries), 2))) + 2
+        self._watch()
+        if self.direction == "values":
+            self._explain()
+            if not self._is_forward_wrong():
+                self.direction = "gradients"
+        if self.direction == "gradients":
+            self._explain()
         own: set[str] = set()
         places = self._places(own)
         if not places:
             raise _Stopped("no boundary of a module can be held against the reference")
-        last = places[-1]
-        left = self._left(last, self._outcome(last), own)
-        if left and (is_forward or left == self._due(last, own)):
-            return self._beyond(left, plan)
-        own |= left
-        low, high = self._bisected(self._places(own), own)
-        high = self._extended(high, own)
+        left = self._left(places[-1], own)
+        if not self._is_repaired(places[-1], left):
+            return self._beyond(places[-1])
+        while left and self._may_run():
+            own |= left
+            places = self._places(own)
+            if not places:
+                raise _Stopped(f"nothing that is fed in repairs the step ({self.runs} runs)")
+            left = self._left(places[-1], own)
+        high = self._extended(self._bisected(places, own), own)
         names = list(dict.fromkeys([*self._others(high), self._module_at(high)]))
-        names = names if is_forward else names[::-1]
-        return self._text(names, low, high), names
+        names = names if self.direction == "values" else names[::-1]
+        return self._text(names, high), names
+
+    def _is_forward_wrong(self) -> bool:
+        """Say whether forward is to blame: the loss or what the model returns is wrong.
+
+        Outputs inside may differ from one device's and be right all the same.
+        """
+        is_loss = any(row.stage == "loss" for row in self.rows.values())
+        returned = [b for b in self.boundaries if b.module == ROOT and not b.is_input]
+        has_gradients = any(row.stage == "gradients" for row in self.rows.values())
+        return is_loss or not has_gradients or any(b.finding == "wrong" for b in returned)
+
+    def _is_repaired(self, place: int, left: set[str]) -> bool:
+        """Say whether feeding in everything repairs anything."""
+        if self.direction == "values":
+            return not left
+        outcome = self._outcome(place)
+        return any(r.stage == "gradients" and n not in outcome.wrong for n, r in self.rows.items())
 
     def _places(self, own: set[str]) -> list[int]:
         """Return the boundaries where something can be fed in that can make a difference."""
@@ -153,24 +179,66 @@ class _Search:
             if boundary.finding != "unknown" and self._due(i, own)
         ]
 
-    def _bisected(self, places: list[int], own: set[str]) -> tuple[int, int]:
-        """Return the last place that leaves the fault and the first that does not.
+    def _bisected(self, places: list[int], own: set[str]) -> int:
+        """Return the first boundary that removes the fault when all up to it are fed.
 
-        The first is -1 where even the first boundary removes it. Feeding what is right already
-        changes nothing, so the search starts at the first boundary that is not.
+        First among those whose layout is known, as is that of all before them. Feeding what is
+        right already changes nothing, so that search starts at the first that is wrong. Then
+        the others in front of what was found, outer modules first: a summand is right inside a
+        module that sums later, and feeding it as the whole sum repairs nothing.
         """
-        at = [self.boundaries[i].finding != "right" for i in places]
-        guess = at.index(True) if True in at else len(places) - 1
-        low, high = guess - 1, len(places) - 1
-        middle = guess
-        while high - low > 1 and self._may_run():
-            i = places[middle]
-            if self._left(i, self._outcome(i), own):
-                low = middle
+        solid = [i for i in places if self._is_solid(i)]
+        first = next((i for i in solid if self.boundaries[i].finding == "wrong"), places[-1])
+        low = max((i for i in solid if i < first), default=-1)
+        low, high = self._between(low, places[-1], solid, own, first)
+        depths = {i: self.boundaries[i].module.count(".") for i in places if i not in solid}
+        for depth in sorted(set(depths.values())):
+            level = [i for i, own_depth in depths.items() if own_depth == depth]
+            low, high = self._between(low, high, level, own)
+        return high
+
+    def _is_solid(self, place: int) -> bool:
+        """Say whether a boundary and all before it that matters can be fed."""
+        return self.boundaries[place].finding in _KNOWN and place < self.first_open
+
+    def _open(self) -> int:
+        """Return the first boundary in doubt from which the module around never recovers.
+
+        One that is followed by what is right in the same module does not matter: a summand
+        without its bias, heads in another order.
+        """
+        for i, boundary in enumerate(self.boundaries):
+            around = _parent(boundary.module)
+            if boundary.finding == "doubtful" and not any(
+                later.finding == "right" and _is_inside(later.module, around)
+                for later in self.boundaries[i + 1 :]
+            ):
+                return i
+        return len(self.boundaries)
+
+    def _between(
+        self, low: int, high: int, places: list[int], own: set[str], first: int | None = None
+    ) -> tuple[int, int]:
+        """Bisect over some of the boundaries between one that leaves the fault and one that not.
+
+        Args:
+            low: Leaves it; -1 for none.
+            high: Removes it.
+            places: In order; those not between are left out.
+            own: Parameters that no feeding repairs.
+            first: Where to begin; in the middle if left out.
+        """
+        while between := [i for i in places if low < i < high]:
+            if not self._may_run():
+                break
+            i = first if first in between else between[len(between) // 2]
+            if self._left(i, own):
+                low = i
             else:
-                high = middle
-            middle = (low + high) // 2
-        return (places[low] if low >= 0 else -1), places[high]
+                high = i
+            # The one next to a good guess decides; from then on in the middle.
+            first = max((j for j in between if j < i), default=None) if first == i else None
+        return low, high
 
     def _extended(self, high: int, own: set[str]) -> int:
         """Return the outermost boundary at which the sum that is missing may have been due.
@@ -189,7 +257,7 @@ class _Search:
             if not boundary.is_repeated or boundary.is_input != (self.direction == "values"):
                 chain.append(i)
         for i in chain[::-1][:2]:
-            if self._may_run() and not self._left(high, self._outcome(i), own):
+            if self._may_run() and not self._left(high, own, i):
                 return i
         return high
 
@@ -199,7 +267,7 @@ class _Search:
         return [
             self._module_at(i)
             for i in range(high)
-            if self.boundaries[i].finding == "wrong" and self.boundaries[i].key in off
+            if self._is_solid(i) and self.boundaries[i].key in off
         ]
 
     def _due(self, place: int, own: set[str]) -> set[str]:
@@ -213,8 +281,9 @@ class _Search:
             if row.stage == "gradients" and name not in own and self._is_upstream(row, place)
         }
 
-    def _left(self, place: int, outcome: _Outcome, own: set[str]) -> set[str]:
-        """Return what of that is still wrong in a run."""
+    def _left(self, place: int, own: set[str], fed_at: int | None = None) -> set[str]:
+        """Return what of that is still wrong when the reference is fed in there, or elsewhere."""
+        outcome = self._outcome(place if fed_at is None else fed_at)
         return self._due(place, own) & (outcome.wrong | outcome.off)
 
     def _is_upstream(self, row: Row, place: int) -> bool:
@@ -232,7 +301,7 @@ class _Search:
 
     def _owner(self, name: str) -> str:
         """Return the innermost module with boundaries that has a parameter."""
-        known = {boundary.module for boundary in self.boundaries}
+        known = self._known()
         path = name.rpartition(".")[0]
         while path and path not in known:
             path = path.rpartition(".")[0]
@@ -246,70 +315,68 @@ class _Search:
         Between it and the nearest boundary in the direction against the flow that is right or
         was fed in.
         """
-        before = next(
-            (
-                b
-                for b in self.boundaries[:place][::-1]
-                if b.finding in ("right", "wrong")
-            ),
-            None,
-        )  # fmt: skip
+        solid = (self.boundaries[i] for i in range(place)[::-1] if self._is_solid(i))
+        before = next(solid, None)
         here = self.boundaries[place]
         if before is None:
             return here.module if here.is_input != (self.direction == "values") else ROOT
+        if here.finding == "summand" and before.module == here.module:
+            # Who should have summed it: the module, or what contains it.
+            parent = _parent(here.module)
+            return here.module if parent == ROOT else _common(parent, parent, self._known())
         earlier, later = (before, here) if self.direction == "values" else (here, before)
         return _common(
             earlier.module if earlier.is_input else _parent(earlier.module),
             _parent(later.module) if later.is_input else later.module,
-            {boundary.module for boundary in self.boundaries},
+            self._known(),
         )
 
-    def _text(self, names: list[str], low: int, high: int) -> str:
+    def _known(self) -> set[str]:
+        """Return the modules that have boundaries."""
+        return {boundary.module for boundary in self.boundaries}
+
+    def _text(self, names: list[str], high: int) -> str:
         """Return the line that names modules."""
-        what = "value" if self.direction == "values" else "gradient"
+        what, rest = "value", "everything after it is right"
+        if self.direction == "gradients":
+            what, rest = "gradient", "every gradient computed from it is right"
         here = self.boundaries[high]
-        side = "input" if here.is_input else "output"
-        rest = "everything after" if what == "value" else "every gradient computed from it"
-        text = (
-            f"{listed(names)}: with the reference's {what} fed in at the {side} of {here.module} "
-            f"{rest} is right"
-        )
-        if len(names) > 1:
-            text = f"{listed(names)}: each is wrong although all it gets is the reference's"
+        at = f"{'input' if here.is_input else 'output'} of {here.module}"
+        text = f"{names[0]}: with the reference's {what} fed in at the {at} {rest}"
         if here.finding == "summand":
-            text += "; without it only each rank's summand is there"
-        skipped = [b for b in self.boundaries[low + 1 : high] if b.finding == "unknown"]
-        if skipped:
-            text += f"; {len(skipped)} boundaries before it have no layout that is known"
+            text = (
+                f"{names[0]}: the {what} at the {at} is each rank's summand; with the "
+                f"reference's sum fed in there {rest}"
+            )
+        if len(names) > 1:
+            text = f"{listed(names)}: each is wrong although all it gets is the reference's {what}"
         return f"{text} ({self.runs} runs)"
 
-    def _beyond(self, left: set[str], plan: ForcingPlan) -> tuple[str, list[str]]:
+    def _beyond(self, last: int) -> tuple[str, list[str]]:
         """Say that feeding in the reference everywhere repairs nothing.
 
         Raises:
-            _Stopped: Boundaries are wrong all the same.
+            _Stopped: It cannot be said why.
         """
-        keys = {boundary.key for boundary in self.boundaries}
-        if left & keys or any(b.finding == "wrong" for b in self.boundaries if left - keys == left
-                              and self.direction == "gradients"):  # fmt: skip
-            raise _Stopped(f"nothing that is fed in repairs the step ({self.runs} runs)")
+        outcome = self._outcome(last)
+        left = [name for name in self.rows if name in outcome.wrong]
+        told = f"({self.runs} runs)"
         if self.direction == "values":
-            return (
-                f"in the loss: with the reference's value fed in at every module it is still "
-                f"wrong ({self.runs} runs)"
-            ), []
-        owners = list(dict.fromkeys(self._owner(name) for name in self.rows if name in left))
-        if len(owners) == 1:
-            return (
-                f"{owners[0]}: the gradient fed to it and the one it passes on are right, those "
-                f"of its own parameters are not ({self.runs} runs)"
-            ), owners
-        scale = plan.scales[0] if plan.scales else 1.0
-        scaled = f" (here {scale:.4g} x the reference's)" if abs(scale - 1.0) > 1e-3 else ""
+            if all(self.rows[name].stage == "loss" for name in left) and not outcome.off:
+                what = "with the reference's value fed in at every module it is still wrong"
+                return f"in the loss: {what} {told}", []
+            raise _Stopped(f"nothing that is fed in repairs the step {told}")
+        if any(boundary.finding == "wrong" for boundary in self.boundaries):
+            raise _Stopped(f"nothing that is fed in repairs the gradients {told}")
+        owners = list(dict.fromkeys(self._owner(name) for name in left))
+        if len(owners) == 1 and owners != [ROOT]:
+            what = "the gradient fed to it and the one it passes on are right, those of its own"
+            return f"{owners[0]}: {what} parameters are not {told}", owners
+        scale = self.scales[0] if self.scales else 1.0
+        scaled = f", times {scale:.4g}," if abs(scale - 1.0) > 1e-3 else ""
         return (
             f"after backward: every module's own backward is right; with the reference's "
-            f"gradient{scaled} fed in at every module the same gradients are wrong "
-            f"({self.runs} runs)"
+            f"gradient{scaled} fed in at every module the same gradients are wrong {told}"
         ), []
 
     # -- runs --------------------------------------------------------------------------------
@@ -318,20 +385,26 @@ class _Search:
         """Say whether there is time for another run."""
         return self.runs < self.most_runs and time.monotonic() < self.deadline
 
-    def _plan(self) -> ForcingPlan:
-        """Watch the boundaries of the step and learn what may be fed in."""
-        watched, _ = self._ran([], is_watching=True)
+    def _watch(self) -> None:
+        """Run the step once and keep what passes every boundary."""
+        self._ran([], is_watching=True)
+
+    def _explain(self) -> None:
+        """Learn what every boundary is in the direction of flow, and what may be fed in."""
+        request = ForcingRequest(msgspec.structs.replace(self.spec, forcing=self._forcing([])))
         answer = self.run.solo.run(
-            FORCING_JOB,
-            encode(ForcingRequest(watched)),
-            timeout_seconds=self.spec.timeout_seconds,
+            FORCING_JOB, encode(request), timeout_seconds=self.spec.timeout_seconds
         )
         if isinstance(answer, Failure):
             raise _Stopped(answer.reason)
         plan = decode(answer[0], ForcingPlan)
         if plan.problem:
             raise _Stopped(f"one device cannot be watched: {plan.problem}")
-        return plan
+        is_forward = self.direction == "values"
+        self.boundaries = plan.boundaries if is_forward else plan.boundaries[::-1]
+        self.first_open = self._open()
+        self.scales = plan.scales
+        self.most_runs = 2 * math.ceil(math.log2(max(len(self.boundaries), 2))) + 2
 
     def _outcome(self, place: int) -> _Outcome:
         """Return what is wrong with the reference fed in up to a boundary.
@@ -339,7 +412,7 @@ class _Search:
         A summand is fed in as the whole sum only where it is the last.
         """
         if place not in self._outcomes:
-            fed = [b.key for b in self.boundaries[:place] if b.finding in ("right", "wrong")]
+            fed = [b.key for b in self.boundaries[:place] if b.finding in _KNOWN]
             spec, parts = self._ran([*fed, self.boundaries[place].key])
             request = JudgeRequest(spec, parts, 0.0)
             judged = decode(self.run.ask_solo(JUDGE_JOB, encode(request)), Cell)
@@ -364,14 +437,18 @@ class _Search:
     def _ran(self, fed: list[str], *, is_watching: bool = False) -> tuple[CellSpec, list[bytes]]:
         """Run the step once more and return how, and what every rank reports."""
         self.runs += 1
-        forcing = Forcing(
-            self.run_name, self.step, self.folder, self.direction, fed, is_watching=is_watching
-        )
+        forcing = self._forcing(fed, is_watching=is_watching)
         spec = msgspec.structs.replace(self.spec, forcing=forcing)
         answer = self.run.runner.run_cell(spec)
         if isinstance(answer, Failure):
             raise _Stopped(answer.reason)
         return spec, answer.parts
+
+    def _forcing(self, fed: list[str], *, is_watching: bool = False) -> Forcing:
+        """Return what a run of the step is told."""
+        return Forcing(
+            self.run_name, self.step, self.folder, self.direction, fed, is_watching=is_watching
+        )
 
 
 def _is_wrong(row: Row) -> bool:
@@ -382,6 +459,11 @@ def _is_wrong(row: Row) -> bool:
 def _parent(module: str) -> str:
     """Return the path above a module's; the root for one of its own."""
     return module.rpartition(".")[0] or ROOT
+
+
+def _is_inside(module: str, around: str) -> bool:
+    """Say whether a module is one around it or below that."""
+    return around in (ROOT, module) or module.startswith(f"{around}.")
 
 
 def _common(left: str, right: str, known: set[str]) -> str:

@@ -286,8 +286,9 @@ class Boundary(msgspec.Struct, frozen=True):
 
     Attributes:
         key: See `boundaries`.
-        finding: `right`; `summand` where a sum over ranks is right; `wrong`; `unknown` where
-            nobody can say which part of the reference it should be.
+        finding: `right`; `summand` where a sum over ranks is right; `wrong`; `doubtful` where
+            it may be either, of something wrong; `unknown` where nobody can say which part of the
+            reference it should be.
         tolerance: The largest norm of a rank's deviation that is noise.
         is_repeated: It has the same values as the one before it in the direction of flow.
     """
