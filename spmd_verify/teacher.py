@@ -33,7 +33,7 @@ from spmd_verify.runner.specs import (
     decode,
     encode,
 )
-from spmd_verify.style_ids import ENGINE
+from spmd_verify.style_ids import ENGINE, data_ranks
 from spmd_verify.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 # By the stage of the first divergence: what is fed in.
 _DIRECTIONS: Final = {"module_outputs": "values", "loss": "values", "gradients": "gradients"}
 ROOT: Final = "model"
+# A scale within this share of 1 or of the ranks of a mean is that number.
+_SCALE_NOISE: Final = 0.02
 # Findings of boundaries that are fed wherever they are in front of the place that is tried.
 _KNOWN: Final = ("right", "wrong")
 
@@ -315,8 +317,7 @@ class _Search:
         Between it and the nearest boundary in the direction against the flow that is right or
         was fed in.
         """
-        solid = (self.boundaries[i] for i in range(place)[::-1] if self._is_solid(i))
-        before = next(solid, None)
+        before = self._before(place)
         here = self.boundaries[place]
         if before is None:
             return here.module if here.is_input != (self.direction == "values") else ROOT
@@ -331,6 +332,11 @@ class _Search:
             self._known(),
         )
 
+    def _before(self, place: int) -> Boundary | None:
+        """Return the last boundary before a place that is right or was fed in."""
+        solid = (self.boundaries[i] for i in range(place)[::-1] if self._is_solid(i))
+        return next(solid, None)
+
     def _known(self) -> set[str]:
         """Return the modules that have boundaries."""
         return {boundary.module for boundary in self.boundaries}
@@ -341,7 +347,10 @@ class _Search:
         if self.direction == "gradients":
             what, rest = "gradient", "every gradient computed from it is right"
         here = self.boundaries[high]
-        at = f"{'input' if here.is_input else 'output'} of {here.module}"
+        at = _side(here)
+        if names == [ROOT] and (before := self._before(high)) is not None:
+            ends = (before, here) if self.direction == "values" else (here, before)
+            names = [f"{ROOT}, between the {_side(ends[0])} and the {_side(ends[1])}"]
         text = f"{names[0]}: with the reference's {what} fed in at the {at} {rest}"
         if here.finding == "summand":
             text = (
@@ -373,10 +382,13 @@ class _Search:
             what = "the gradient fed to it and the one it passes on are right, those of its own"
             return f"{owners[0]}: {what} parameters are not {told}", owners
         scale = self.scales[0] if self.scales else 1.0
-        scaled = f", times {scale:.4g}," if abs(scale - 1.0) > 1e-3 else ""
+        due = (1.0, float(data_ranks(self.spec.axes)))
+        where, how = "after backward", "with the reference's gradient fed in at every module"
+        if all(abs(scale / k - 1.0) > _SCALE_NOISE for k in due):
+            where = f"in the scale of the loss ({scale:.6g} x what enters on one device) or {where}"
         return (
-            f"after backward: every module's own backward is right; with the reference's "
-            f"gradient{scaled} fed in at every module the same gradients are wrong {told}"
+            f"{where}: every module's own backward is right; {how} the same gradients are wrong "
+            f"{told}"
         ), []
 
     # -- runs --------------------------------------------------------------------------------
@@ -449,6 +461,11 @@ class _Search:
         return Forcing(
             self.run_name, self.step, self.folder, self.direction, fed, is_watching=is_watching
         )
+
+
+def _side(boundary: Boundary) -> str:
+    """Return where a boundary is, `input of blocks.0`."""
+    return f"{'input' if boundary.is_input else 'output'} of {boundary.module}"
 
 
 def _is_wrong(row: Row) -> bool:
