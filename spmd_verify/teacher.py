@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from spmd_verify.bisection import Outcome, Search, Stopped
 from spmd_verify.causes.words import listed
+from spmd_verify.flow import KNOWN, ROOT, Flow, side
 from spmd_verify.record import Cell, Row
 from spmd_verify.runner.failures import Failure
 from spmd_verify.runner.specs import (
     FORCING_JOB,
     JUDGE_JOB,
-    Boundary,
     CellReport,
     CellSpec,
     Forcing,
@@ -41,28 +42,8 @@ if TYPE_CHECKING:
 
 # By the stage of the first divergence: what is fed in.
 _DIRECTIONS: Final = {"module_outputs": "values", "loss": "values", "gradients": "gradients"}
-ROOT: Final = "model"
 # A scale within this share of 1 or of the ranks of a mean is that number.
 _SCALE_NOISE: Final = 0.02
-# Findings of boundaries that are fed wherever they are in front of the place that is tried.
-_KNOWN: Final = ("right", "wrong")
-
-
-class _Stopped(Exception):
-    """Nothing more can be run: why."""
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """One run with the reference fed in.
-
-    Attributes:
-        wrong: Losses and parameters whose gradient is wrong.
-        off: Boundaries that deviate by more than noise, before anything was fed in there.
-    """
-
-    wrong: frozenset[str]
-    off: frozenset[str]
 
 
 class Teacher:
@@ -84,13 +65,10 @@ class Teacher:
             return
         if first.stage not in _DIRECTIONS or "exact" in spec.case.overrides:
             return
-        if cell.cause is not None and cell.cause.kind == "reported_value":
-            return
         folder = tempfile.mkdtemp(prefix="forcing-", dir=self.run.work_dir)
-        search = _Search(self.run, spec, cell, folder)
         try:
-            first.located, first.modules = search.found()
-        except _Stopped as stop:
+            first.located, first.modules = _Lesson(self.run, spec, cell, folder).found()
+        except Stopped as stop:
             cell.unknown["not_located"] = str(stop)
             self.run.progress.note(f"{cell.id}: teacher forcing named no module: {stop}")
         finally:
@@ -98,17 +76,16 @@ class Teacher:
 
 
 @dataclass
-class _Search:
-    """One cell while its fault is looked for."""
+class _Lesson:
+    """One failing step, run again with the reference fed in."""
 
     run: _Run
     spec: CellSpec
     cell: Cell
     folder: str
     runs: int = 0
-    boundaries: list[Boundary] = field(default_factory=list)
-    scales: list[float] = field(default_factory=list)
-    _outcomes: dict[int, _Outcome] = field(default_factory=dict)
+    most_runs: int = 0
+    tolerances: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Note what is wrong."""
@@ -121,274 +98,71 @@ class _Search:
         self.run_name = next((r.run for r in rows if (r.stage, r.name) == place), "free")
         self.rows = {row.name: row for row in rows if row.stage in ("loss", "gradients")}
         self.deadline = time.monotonic() + self.spec.timeout_seconds
-        self.most_runs = self.first_open = 0
 
-    # -- the search --------------------------------------------------------------------------
-
-    def found(self) -> tuple[str | None, list[str]]:
+    def found(self) -> tuple[str, list[str]]:
         """Return the line for the report, and the modules it names.
 
         Raises:
-            _Stopped: A run failed, or nothing can be fed in.
+            Stopped: A run failed, or nothing can be said.
         """
-        self._watch()
-        if self.direction == "values":
-            self._explain()
-            if not self._is_forward_wrong():
-                self.direction = "gradients"
-        if self.direction == "gradients":
-            self._explain()
-        own: set[str] = set()
-        places = self._places(own)
-        if not places:
-            raise _Stopped("no boundary of a module can be held against the reference")
-        left = self._left(places[-1], own)
-        if not self._is_repaired(places[-1], left):
-            return self._beyond(places[-1])
-        while left and self._may_run():
-            own |= left
-            places = self._places(own)
-            if not places:
-                raise _Stopped(f"nothing that is fed in repairs the step ({self.runs} runs)")
-            left = self._left(places[-1], own)
-        high = self._extended(self._bisected(places, own), own)
-        names = list(dict.fromkeys([*self._others(high), self._module_at(high)]))
-        names = names if self.direction == "values" else names[::-1]
-        return self._text(names, high), names
+        self._ran([], is_watching=True)
+        flow = self._explained()
+        if flow.is_forward and not self._is_forward_wrong(flow):
+            self.direction = "gradients"
+            flow = self._explained()
+        self.most_runs = 2 * math.ceil(math.log2(max(len(flow.boundaries), 2))) + 2
+        search = Search(flow, self.rows, self._outcome, self._may_run)
+        place = search.place()
+        if place is None:
+            text, names = self._beyond(flow, search)
+        else:
+            at = dict.fromkeys(flow.module_at(i) for i in (*search.others(place), place))
+            names = list(at) if flow.is_forward else list(at)[::-1]
+            text = _text(flow, names, place)
+        return f"{text} ({self.runs} runs)", names
 
-    def _is_forward_wrong(self) -> bool:
+    def _is_forward_wrong(self, flow: Flow) -> bool:
         """Say whether forward is to blame: the loss or what the model returns is wrong.
 
         Outputs inside may differ from one device's and be right all the same.
         """
         is_loss = any(row.stage == "loss" for row in self.rows.values())
-        returned = [b for b in self.boundaries if b.module == ROOT and not b.is_input]
+        returned = [b for b in flow.boundaries if b.module == ROOT and not b.is_input]
         has_gradients = any(row.stage == "gradients" for row in self.rows.values())
-        return is_loss or not has_gradients or any(b.finding == "wrong" for b in returned)
+        return is_loss or not has_gradients or any(flow.is_wrong(b) for b in returned)
 
-    def _is_repaired(self, place: int, left: set[str]) -> bool:
-        """Say whether feeding in everything repairs anything."""
-        if self.direction == "values":
-            return not left
-        outcome = self._outcome(place)
-        return any(r.stage == "gradients" and n not in outcome.wrong for n, r in self.rows.items())
-
-    def _places(self, own: set[str]) -> list[int]:
-        """Return the boundaries where something can be fed in that can make a difference."""
-        return [
-            i
-            for i, boundary in enumerate(self.boundaries)
-            if boundary.finding != "unknown" and self._due(i, own)
-        ]
-
-    def _bisected(self, places: list[int], own: set[str]) -> int:
-        """Return the first boundary that removes the fault when all up to it are fed.
-
-        First among those whose layout is known, as is that of all before them. Feeding what is
-        right already changes nothing, so that search starts at the first that is wrong. Then
-        the others in front of what was found, outer modules first: a summand is right inside a
-        module that sums later, and feeding it as the whole sum repairs nothing.
-        """
-        solid = [i for i in places if self._is_solid(i)]
-        first = next((i for i in solid if self.boundaries[i].finding == "wrong"), places[-1])
-        low = max((i for i in solid if i < first), default=-1)
-        low, high = self._between(low, places[-1], solid, own, first)
-        depths = {i: self.boundaries[i].module.count(".") for i in places if i not in solid}
-        for depth in sorted(set(depths.values())):
-            level = [i for i, own_depth in depths.items() if own_depth == depth]
-            low, high = self._between(low, high, level, own)
-        return high
-
-    def _is_solid(self, place: int) -> bool:
-        """Say whether a boundary and all before it that matters can be fed."""
-        return self.boundaries[place].finding in _KNOWN and place < self.first_open
-
-    def _open(self) -> int:
-        """Return the first boundary in doubt from which the module around never recovers.
-
-        One that is followed by what is right in the same module does not matter: a summand
-        without its bias, heads in another order.
-        """
-        for i, boundary in enumerate(self.boundaries):
-            around = _parent(boundary.module)
-            if boundary.finding == "doubtful" and not any(
-                later.finding == "right" and _is_inside(later.module, around)
-                for later in self.boundaries[i + 1 :]
-            ):
-                return i
-        return len(self.boundaries)
-
-    def _between(
-        self, low: int, high: int, places: list[int], own: set[str], first: int | None = None
-    ) -> tuple[int, int]:
-        """Bisect over some of the boundaries between one that leaves the fault and one that not.
-
-        Args:
-            low: Leaves it; -1 for none.
-            high: Removes it.
-            places: In order; those not between are left out.
-            own: Parameters that no feeding repairs.
-            first: Where to begin; in the middle if left out.
-        """
-        while between := [i for i in places if low < i < high]:
-            if not self._may_run():
-                break
-            i = first if first in between else between[len(between) // 2]
-            if self._left(i, own):
-                low = i
-            else:
-                high = i
-            # The one next to a good guess decides; from then on in the middle.
-            first = max((j for j in between if j < i), default=None) if first == i else None
-        return low, high
-
-    def _extended(self, high: int, own: set[str]) -> int:
-        """Return the outermost boundary at which the sum that is missing may have been due.
-
-        A summand is right inside a module that sums later. Where one is fed as the whole sum
-        and that repairs all, the sum is missing somewhere up to the last summand in a row.
-        """
-        if self.boundaries[high].finding != "summand":
-            return high
-        chain = []
-        for i in range(high + 1, len(self.boundaries)):
-            boundary = self.boundaries[i]
-            if boundary.finding != "summand":
-                break
-            # The value behind a module is the one that enters the next: the same boundary.
-            if not boundary.is_repeated or boundary.is_input != (self.direction == "values"):
-                chain.append(i)
-        for i in chain[::-1][:2]:
-            if self._may_run() and not self._left(high, own, i):
-                return i
-        return high
-
-    def _others(self, high: int) -> list[str]:
-        """Return the modules in front of a place that deviate though all they get is right."""
-        off = self._outcome(high).off
-        return [
-            self._module_at(i)
-            for i in range(high)
-            if self._is_solid(i) and self.boundaries[i].key in off
-        ]
-
-    def _due(self, place: int, own: set[str]) -> set[str]:
-        """Return what is wrong and computed from a boundary."""
-        if self.direction == "values":
-            losses = {name for name, row in self.rows.items() if row.stage == "loss"}
-            return losses | {b.key for b in self.boundaries[place + 1 :] if b.finding == "wrong"}
-        return {
-            name
-            for name, row in self.rows.items()
-            if row.stage == "gradients" and name not in own and self._is_upstream(row, place)
-        }
-
-    def _left(self, place: int, own: set[str], fed_at: int | None = None) -> set[str]:
-        """Return what of that is still wrong when the reference is fed in there, or elsewhere."""
-        outcome = self._outcome(place if fed_at is None else fed_at)
-        return self._due(place, own) & (outcome.wrong | outcome.off)
-
-    def _is_upstream(self, row: Row, place: int) -> bool:
-        """Say whether a parameter was used up before a boundary, in forward order."""
-        after = {b.module for b in self.boundaries[: place + 1] if not self._is_behind(b, place)}
-        for name in (row.name, *row.aliases):
-            owner = self._owner(name)
-            if owner == ROOT or owner in after:
-                return False
-        return True
-
-    def _is_behind(self, boundary: Boundary, place: int) -> bool:
-        """Say whether a boundary is the place itself, as an output: its module is done there."""
-        return boundary is self.boundaries[place] and not boundary.is_input
-
-    def _owner(self, name: str) -> str:
-        """Return the innermost module with boundaries that has a parameter."""
-        known = self._known()
-        path = name.rpartition(".")[0]
-        while path and path not in known:
-            path = path.rpartition(".")[0]
-        return path or ROOT
-
-    # -- words -------------------------------------------------------------------------------
-
-    def _module_at(self, place: int) -> str:
-        """Return the smallest module that contains what lies in front of a boundary.
-
-        Between it and the nearest boundary in the direction against the flow that is right or
-        was fed in.
-        """
-        before = self._before(place)
-        here = self.boundaries[place]
-        if before is None:
-            return here.module if here.is_input != (self.direction == "values") else ROOT
-        if here.finding == "summand" and before.module == here.module:
-            # Who should have summed it: the module, or what contains it.
-            parent = _parent(here.module)
-            return here.module if parent == ROOT else _common(parent, parent, self._known())
-        earlier, later = (before, here) if self.direction == "values" else (here, before)
-        return _common(
-            earlier.module if earlier.is_input else _parent(earlier.module),
-            _parent(later.module) if later.is_input else later.module,
-            self._known(),
-        )
-
-    def _before(self, place: int) -> Boundary | None:
-        """Return the last boundary before a place that is right or was fed in."""
-        solid = (self.boundaries[i] for i in range(place)[::-1] if self._is_solid(i))
-        return next(solid, None)
-
-    def _known(self) -> set[str]:
-        """Return the modules that have boundaries."""
-        return {boundary.module for boundary in self.boundaries}
-
-    def _text(self, names: list[str], high: int) -> str:
-        """Return the line that names modules."""
-        what, rest = "value", "everything after it is right"
-        if self.direction == "gradients":
-            what, rest = "gradient", "every gradient computed from it is right"
-        here = self.boundaries[high]
-        at = _side(here)
-        if names == [ROOT] and (before := self._before(high)) is not None:
-            ends = (before, here) if self.direction == "values" else (here, before)
-            names = [f"{ROOT}, between the {_side(ends[0])} and the {_side(ends[1])}"]
-        text = f"{names[0]}: with the reference's {what} fed in at the {at} {rest}"
-        if here.finding == "summand":
-            text = (
-                f"{names[0]}: the {what} at the {at} is each rank's summand; with the "
-                f"reference's sum fed in there {rest}"
-            )
-        if len(names) > 1:
-            text = f"{listed(names)}: each is wrong although all it gets is the reference's {what}"
-        return f"{text} ({self.runs} runs)"
-
-    def _beyond(self, last: int) -> tuple[str, list[str]]:
-        """Say that feeding in the reference everywhere repairs nothing.
+    def _beyond(self, flow: Flow, search: Search) -> tuple[str, list[str]]:
+        """Say where a fault is that feeding in the reference everywhere does not repair.
 
         Raises:
-            _Stopped: It cannot be said why.
+            Stopped: It cannot be said.
         """
-        outcome = self._outcome(last)
+        place, outcome = search.last()
+        last = flow.boundaries[place]
+        if flow.is_forward:
+            if outcome.off:
+                raise Stopped("nothing that is fed in repairs the step")
+            return (
+                f"behind the {side(last)}: with the reference's value fed in at every module up to "
+                f"there the loss is still wrong"
+            ), []
+        is_open = flow.first_open < len(flow.boundaries)
+        if is_open or any(boundary.finding == "wrong" for boundary in flow.boundaries):
+            raise Stopped("nothing that is fed in repairs the gradients")
         left = [name for name in self.rows if name in outcome.wrong]
-        told = f"({self.runs} runs)"
-        if self.direction == "values":
-            if all(self.rows[name].stage == "loss" for name in left) and not outcome.off:
-                what = "with the reference's value fed in at every module it is still wrong"
-                return f"in the loss: {what} {told}", []
-            raise _Stopped(f"nothing that is fed in repairs the step {told}")
-        if any(boundary.finding == "wrong" for boundary in self.boundaries):
-            raise _Stopped(f"nothing that is fed in repairs the gradients {told}")
-        owners = list(dict.fromkeys(self._owner(name) for name in left))
+        owners = list(dict.fromkeys(flow.owner(name) for name in left))
         if len(owners) == 1 and owners != [ROOT]:
-            what = "the gradient fed to it and the one it passes on are right, those of its own"
-            return f"{owners[0]}: {what} parameters are not {told}", owners
-        scale = self.scales[0] if self.scales else 1.0
-        due = (1.0, float(data_ranks(self.spec.axes)))
-        where, how = "after backward", "with the reference's gradient fed in at every module"
-        if all(abs(scale / k - 1.0) > _SCALE_NOISE for k in due):
-            where = f"in the scale of the loss ({scale:.6g} x what enters on one device) or {where}"
+            return (
+                f"{owners[0]}: the gradient fed to it and the one it passes on are right, those of "
+                f"its own parameters are not"
+            ), owners
+        where, ranks = "after backward", float(data_ranks(self.spec.axes))
+        if all(abs(flow.scale / due - 1.0) > _SCALE_NOISE for due in (1.0, ranks)):
+            times = f"{flow.scale:.6g} x one device's gradient enters"
+            where = f"in the scale of the loss ({times}) or {where}"
         return (
-            f"{where}: every module's own backward is right; {how} the same gradients are wrong "
-            f"{told}"
+            f"{where}: every module's own backward is right; with the reference's gradient fed in "
+            f"at every module the same gradients are wrong"
         ), []
 
     # -- runs --------------------------------------------------------------------------------
@@ -397,53 +171,37 @@ class _Search:
         """Say whether there is time for another run."""
         return self.runs < self.most_runs and time.monotonic() < self.deadline
 
-    def _watch(self) -> None:
-        """Run the step once and keep what passes every boundary."""
-        self._ran([], is_watching=True)
-
-    def _explain(self) -> None:
-        """Learn what every boundary is in the direction of flow, and what may be fed in."""
+    def _explained(self) -> Flow:
+        """Learn what every boundary is in the direction of flow; write what may be fed in."""
         request = ForcingRequest(msgspec.structs.replace(self.spec, forcing=self._forcing([])))
-        answer = self.run.solo.run(
-            FORCING_JOB, encode(request), timeout_seconds=self.spec.timeout_seconds
-        )
-        if isinstance(answer, Failure):
-            raise _Stopped(answer.reason)
-        plan = decode(answer[0], ForcingPlan)
+        plan = decode(self._alone(FORCING_JOB, encode(request)), ForcingPlan)
         if plan.problem:
-            raise _Stopped(f"one device cannot be watched: {plan.problem}")
-        is_forward = self.direction == "values"
-        self.boundaries = plan.boundaries if is_forward else plan.boundaries[::-1]
-        self.first_open = self._open()
-        self.scales = plan.scales
-        self.most_runs = 2 * math.ceil(math.log2(max(len(self.boundaries), 2))) + 2
+            raise Stopped(f"one device cannot be watched: {plan.problem}")
+        order = plan.boundaries if self.direction == "values" else plan.boundaries[::-1]
+        flow = Flow(self.direction, order, next(iter(plan.scales), 1.0))
+        # What is no part of the reference, such as a summand, deviates by right.
+        held = (b for b in order if b.finding in KNOWN or flow.is_wrong(b))
+        self.tolerances = {b.key: b.tolerance for b in held}
+        return flow
 
-    def _outcome(self, place: int) -> _Outcome:
-        """Return what is wrong with the reference fed in up to a boundary.
-
-        A summand is fed in as the whole sum only where it is the last.
-        """
-        if place not in self._outcomes:
-            fed = [b.key for b in self.boundaries[:place] if b.finding in _KNOWN]
-            spec, parts = self._ran([*fed, self.boundaries[place].key])
-            request = JudgeRequest(spec, parts, 0.0)
-            judged = decode(self.run.ask_solo(JUDGE_JOB, encode(request)), Cell)
-            wrong = {
-                row.name
-                for row in judged.tensors
-                if row.step == self.step and row.stage in ("loss", "gradients") and _is_wrong(row)
-            }
-            self._outcomes[place] = _Outcome(frozenset(wrong), frozenset(self._off(parts)))
-        return self._outcomes[place]
+    def _outcome(self, fed: list[str]) -> Outcome:
+        """Run the step with the reference fed in at some boundaries."""
+        spec, parts = self._ran(fed)
+        answer = self._alone(JUDGE_JOB, encode(JudgeRequest(spec, parts, 0.0)))
+        wrong = {
+            row.name
+            for row in decode(answer, Cell).tensors
+            if row.step == self.step and row.stage in ("loss", "gradients") and _is_wrong(row)
+        }
+        return Outcome(frozenset(wrong), frozenset(self._off(parts)))
 
     def _off(self, parts: Iterable[bytes]) -> set[str]:
         """Return the boundaries at which a rank deviates by more than noise."""
-        tolerances = {boundary.key: boundary.tolerance for boundary in self.boundaries}
         found = set()
         for part in parts:
             norms: dict[str, Any] = decode(part, CellReport).facts["boundaries"]
             # Written so that NaN is a deviation.
-            found |= {k for k, norm in norms.items() if not norm <= tolerances.get(k, math.inf)}
+            found |= {k for k, v in norms.items() if not v <= self.tolerances.get(k, math.inf)}
         return found
 
     def _ran(self, fed: list[str], *, is_watching: bool = False) -> tuple[CellSpec, list[bytes]]:
@@ -453,8 +211,17 @@ class _Search:
         spec = msgspec.structs.replace(self.spec, forcing=forcing)
         answer = self.run.runner.run_cell(spec)
         if isinstance(answer, Failure):
-            raise _Stopped(answer.reason)
+            raise Stopped(answer.reason)
         return spec, answer.parts
+
+    def _alone(self, function: str, payload: bytes) -> bytes:
+        """Run a job in the reference worker; its failure ends the search and nothing else."""
+        answer = self.run.solo.run(
+            function, payload, timeout_seconds=self.spec.timeout_seconds
+        )  # fmt: skip
+        if isinstance(answer, Failure):
+            raise Stopped(answer.reason)
+        return answer[0]
 
     def _forcing(self, fed: list[str], *, is_watching: bool = False) -> Forcing:
         """Return what a run of the step is told."""
@@ -463,35 +230,26 @@ class _Search:
         )
 
 
-def _side(boundary: Boundary) -> str:
-    """Return where a boundary is, `input of blocks.0`."""
-    return f"{'input' if boundary.is_input else 'output'} of {boundary.module}"
+def _text(flow: Flow, names: list[str], place: int) -> str:
+    """Return the line that names modules."""
+    what, rest = "value", "everything after it is right"
+    if not flow.is_forward:
+        what, rest = "gradient", "every gradient computed from it is right"
+    if len(names) > 1:
+        return f"{listed(names)}: each is wrong although all it gets is the reference's {what}"
+    here, before = flow.boundaries[place], flow.before(place)
+    name = names[0]
+    if name == ROOT and before is not None:
+        ends = (before, here) if flow.is_forward else (here, before)
+        name = f"{ROOT}, between the {side(ends[0])} and the {side(ends[1])}"
+    if here.finding == "summand":
+        return (
+            f"{name}: the {what} at the {side(here)} is each rank's summand; with the "
+            f"reference's sum fed in there {rest}"
+        )
+    return f"{name}: with the reference's {what} fed in at the {side(here)} {rest}"
 
 
 def _is_wrong(row: Row) -> bool:
     """Say whether a row is a mismatch."""
     return row.verdict == Verdict.MISMATCH
-
-
-def _parent(module: str) -> str:
-    """Return the path above a module's; the root for one of its own."""
-    return module.rpartition(".")[0] or ROOT
-
-
-def _is_inside(module: str, around: str) -> bool:
-    """Say whether a module is one around it or below that."""
-    return around in (ROOT, module) or module.startswith(f"{around}.")
-
-
-def _common(left: str, right: str, known: set[str]) -> str:
-    """Return the innermost module with boundaries that contains two."""
-    if ROOT in (left, right):
-        return ROOT
-    shared: list[str] = []
-    for one, other in zip(left.split("."), right.split("."), strict=False):
-        if one != other:
-            break
-        shared.append(one)
-    while shared and ".".join(shared) not in known:
-        shared.pop()
-    return ".".join(shared) or ROOT
