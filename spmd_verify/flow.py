@@ -47,18 +47,24 @@ class Flow:
 
     @cached_property
     def first_open(self) -> int:
-        """Return the first boundary in doubt from which the module around never recovers.
+        """Return the first boundary in doubt that the module around never recovers from.
 
-        One that is followed by what is right in the same module does not matter: a summand
-        without its bias, heads in another order.
+        One that is followed by what is right in the same module does not matter (a summand
+        without its bias, heads in another order), nor one in a module that can be fed where it
+        is left.
         """
         last_right: dict[str, int] = {}
+        last_exit: dict[str, int] = {}
         for i, boundary in enumerate(self.boundaries):
             if boundary.finding == "right":
                 last_right |= dict.fromkeys(_around(boundary.module), i)
+            if boundary.finding in KNOWN and boundary.is_input != self.is_forward:
+                last_exit[boundary.module] = i
         for i, boundary in enumerate(self.boundaries):
             around = _parent(boundary.module)
-            if boundary.finding == "doubtful" and last_right.get(around, -1) < i:
+            exits = (last_exit.get(module, -1) for module in _around(around) if module != ROOT)
+            recovered = max(last_right.get(around, -1), *exits, -1)
+            if boundary.finding == "doubtful" and recovered < i:
                 return i
         return len(self.boundaries)
 
