@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from spmd_verify.bisection import Outcome, Search, Stopped
-from spmd_verify.causes.words import listed
 from spmd_verify.flow import KNOWN, ROOT, Flow, side
 from spmd_verify.record import Cell, Row
 from spmd_verify.runner.failures import Failure
@@ -42,6 +41,8 @@ if TYPE_CHECKING:
 
 # By the stage of the first divergence: what is fed in.
 _DIRECTIONS: Final = {"module_outputs": "values", "loss": "values", "gradients": "gradients"}
+# More modules than this are counted, not listed.
+_MOST_NAMES: Final = 6
 # A scale within this share of 1 or of the ranks of a mean is that number.
 _SCALE_NOISE: Final = 0.02
 
@@ -236,7 +237,9 @@ def _text(flow: Flow, names: list[str], place: int) -> str:
     if not flow.is_forward:
         what, rest = "gradient", "every gradient computed from it is right"
     if len(names) > 1:
-        return f"{listed(names)}: each is wrong although all it gets is the reference's {what}"
+        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+        listed = ", ".join(names[:_MOST_NAMES]) + more
+        return f"{listed}: each is wrong although all it gets is the reference's {what}"
     here, before = flow.boundaries[place], flow.before(place)
     name = names[0]
     if name == ROOT and before is not None:
