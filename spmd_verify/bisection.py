@@ -1,7 +1,7 @@
 """Find the first boundary of a failing step behind which everything is right, once it is fed.
 
 Torch-free: what feeding does is asked of a function, so the search is tested without ranks.
-Design: docs/design.md 3.10.
+Design: docs/design.md 3.11.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A *boundary* is one floating tensor that enters or leaves one call of one module. Its key is
 `module|in|path`, `module|out|path`; a second call's ends in `#2`. Values flow forward through
 boundaries in the order in which they were met, gradients in the opposite one. Design:
-docs/design.md 3.10.
+docs/design.md 3.11.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class Flow:
     Attributes:
         direction: `values` or `gradients`.
         boundaries: In the direction of flow; a *place* is an index of it.
-        scale: What gradients are a multiple of the reference's by, see `specs.ForcingPlan`.
+        scale: What gradients are a multiple of the reference's by, see `specs.FeedingPlan`.
     """
 
     direction: str

@@ -2,7 +2,7 @@
 
 A failing step of an eager style is run again with the reference fed in at the boundaries of
 its modules up to some place. Where everything after that place is then right, the fault lies
-before it; the first such place is found by bisection. Design: docs/design.md 3.10.
+before it; the first such place is found by bisection. Design: docs/design.md 3.11.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from spmd_verify.flow import KNOWN, ROOT, Flow, side
 from spmd_verify.record import Cell, Row
 from spmd_verify.runner.failures import Failure
 from spmd_verify.runner.specs import (
-    FORCING_JOB,
+    FEEDING_JOB,
     JUDGE_JOB,
     CellReport,
     CellSpec,
-    Forcing,
-    ForcingPlan,
-    ForcingRequest,
+    Feeding,
+    FeedingPlan,
+    FeedingRequest,
     JudgeRequest,
     decode,
     encode,
@@ -66,7 +66,7 @@ class Teacher:
             return
         if first.stage not in _DIRECTIONS or "exact" in spec.case.overrides:
             return
-        folder = tempfile.mkdtemp(prefix="forcing-", dir=self.run.work_dir)
+        folder = tempfile.mkdtemp(prefix="feeding-", dir=self.run.work_dir)
         try:
             first.located, first.modules = _Lesson(self.run, spec, cell, folder).found()
         except Stopped as stop:
@@ -174,8 +174,8 @@ class _Lesson:
 
     def _explained(self) -> Flow:
         """Learn what every boundary is in the direction of flow; write what may be fed in."""
-        request = ForcingRequest(msgspec.structs.replace(self.spec, forcing=self._forcing([])))
-        plan = decode(self._alone(FORCING_JOB, encode(request)), ForcingPlan)
+        request = FeedingRequest(msgspec.structs.replace(self.spec, feeding=self._feeding([])))
+        plan = decode(self._alone(FEEDING_JOB, encode(request)), FeedingPlan)
         if plan.problem:
             raise Stopped(f"one device cannot be watched: {plan.problem}")
         order = plan.boundaries if self.direction == "values" else plan.boundaries[::-1]
@@ -208,8 +208,8 @@ class _Lesson:
     def _ran(self, fed: list[str], *, is_watching: bool = False) -> tuple[CellSpec, list[bytes]]:
         """Run the step once more and return how, and what every rank reports."""
         self.runs += 1
-        forcing = self._forcing(fed, is_watching=is_watching)
-        spec = msgspec.structs.replace(self.spec, forcing=forcing)
+        feeding = self._feeding(fed, is_watching=is_watching)
+        spec = msgspec.structs.replace(self.spec, feeding=feeding)
         answer = self.run.runner.run_cell(spec)
         if isinstance(answer, Failure):
             raise Stopped(answer.reason)
@@ -224,9 +224,9 @@ class _Lesson:
             raise Stopped(answer.reason)
         return answer[0]
 
-    def _forcing(self, fed: list[str], *, is_watching: bool = False) -> Forcing:
+    def _feeding(self, fed: list[str], *, is_watching: bool = False) -> Feeding:
         """Return what a run of the step is told."""
-        return Forcing(
+        return Feeding(
             self.run_name, self.step, self.folder, self.direction, fed, is_watching=is_watching
         )
 

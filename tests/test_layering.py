@@ -60,7 +60,7 @@ NO_DISTRIBUTED = {
     "dump_judge",
     "examine",
     "exhibit",
-    "forcing",
+    "feeding",
     "judge",
     "layouts",
     "merge",

@@ -28,7 +28,7 @@ from spmd_verify.runner.caching import through_cache
 from spmd_verify.runner.drive import Drive
 from spmd_verify.runner.dumping import DumpTaker
 from spmd_verify.runner.failures import is_user_file
-from spmd_verify.runner.forced import forced_step
+from spmd_verify.runner.fed import fed_step
 from spmd_verify.runner.specs import (
     CaseReport,
     CaseSpec,
@@ -181,8 +181,8 @@ def run_cell(context: Context, payload: bytes) -> bytes:
     store = Store(spec.store_path)
     style = styles.find(spec.style, case)
     planted = None if spec.fault is None else PlantedStyle(style, spec.fault, store)
-    if spec.forcing is not None:
-        return encode(forced_step(Drive(style, case, mesh, store, context.note), spec.forcing))
+    if spec.feeding is not None:
+        return encode(fed_step(Drive(style, case, mesh, store, context.note), spec.feeding))
     run = Drive(planted or style, case, mesh, store, context.note)
     if spec.last_step >= 0:
         run.steps = spec.last_step + 1

@@ -24,7 +24,7 @@ CELL_JOB = "spmd_verify.runner.jobs:run_cell"
 JUDGE_JOB = "spmd_verify.runner.jobs:judge_cell"
 EXAMINE_JOB = "spmd_verify.examine:examine_cell"
 LOCATE_JOB = "spmd_verify.runner.jobs:locate_operator"
-FORCING_JOB = "spmd_verify.forcing:plan_forcing"
+FEEDING_JOB = "spmd_verify.feeding:plan_feeding"
 SURVEY_JOB = "spmd_verify.runner.survey:survey"
 
 
@@ -108,7 +108,7 @@ class ReferenceReport(msgspec.Struct, frozen=True):
     cpu_seconds: dict[str, float] = {}
 
 
-class Forcing(msgspec.Struct, frozen=True):
+class Feeding(msgspec.Struct, frozen=True):
     """Run one step of a cell and feed the reference in at boundaries of modules.
 
     Attributes:
@@ -142,7 +142,7 @@ class CellSpec(msgspec.Struct, frozen=True):
         fault: Planted into the style, for certificates.
         dump_path: Folder to dump what ranks hold into; empty for none.
         last_step: The last step to run, -1 for the case's.
-        forcing: Run one step only, with the reference fed in.
+        feeding: Run one step only, with the reference fed in.
     """
 
     case: CaseSpec
@@ -155,7 +155,7 @@ class CellSpec(msgspec.Struct, frozen=True):
     fault: Fault | None = None
     dump_path: str = ""
     last_step: int = -1
-    forcing: Forcing | None = None
+    feeding: Feeding | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -271,8 +271,8 @@ class LocateReport(msgspec.Struct, frozen=True):
     source: str | None = None
 
 
-class ForcingRequest(msgspec.Struct, frozen=True):
-    """Say what may be fed in at which boundary; answered by a `ForcingPlan`.
+class FeedingRequest(msgspec.Struct, frozen=True):
+    """Say what may be fed in at which boundary; answered by a `FeedingPlan`.
 
     Attributes:
         cell: The cell as it was run to watch its boundaries.
@@ -309,7 +309,7 @@ class Boundary(msgspec.Struct, frozen=True):
         return self.key.split("|")[1] == "in"
 
 
-class ForcingPlan(msgspec.Struct, frozen=True):
+class FeedingPlan(msgspec.Struct, frozen=True):
     """What may be fed in.
 
     Attributes:

@@ -1,7 +1,7 @@
 """Say what of the reference may be fed in at which boundary of a failing cell's modules.
 
-Works on what every rank's boundaries saw (`runner.forced`) and on two runs of the step on one
-device, in float64 and in the case's dtype. Design: docs/design.md 3.10.
+Works on what every rank's boundaries saw (`runner.fed`) and on two runs of the step on one
+device, in float64 and in the case's dtype. Design: docs/design.md 3.11.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from spmd_verify.compare import layouts
 from spmd_verify.exhibit import subsets
 from spmd_verify.layouts import Coordinate, Region, is_sharded, region, take_region
 from spmd_verify.part_runs import PartRuns
-from spmd_verify.runner.forced import fed_path, seen_path
+from spmd_verify.runner.fed import fed_path, seen_path
 from spmd_verify.runner.jobs import loaded
 from spmd_verify.runner.specs import (
     Boundary,
     CellSpec,
-    Forcing,
-    ForcingPlan,
-    ForcingRequest,
+    Feeding,
+    FeedingPlan,
+    FeedingRequest,
     decode,
     encode,
 )
@@ -46,22 +46,22 @@ _PLAUSIBLE: Final = 0.5
 
 
 @job
-def plan_forcing(context: Context, payload: bytes) -> bytes:
-    """Explain every boundary and write what may be fed: `ForcingRequest -> ForcingPlan`."""
-    cell = decode(payload, ForcingRequest).cell
-    forcing = cell.forcing
-    assert forcing is not None, "the request is about one"
+def plan_feeding(context: Context, payload: bytes) -> bytes:
+    """Explain every boundary and write what may be fed: `FeedingRequest -> FeedingPlan`."""
+    cell = decode(payload, FeedingRequest).cell
+    feeding = cell.feeding
+    assert feeding is not None, "the request is about one"
     case = loaded(context, cell.case)
-    runs = PartRuns(case, Store(cell.store_path), forcing.run, forcing.step)
+    runs = PartRuns(case, Store(cell.store_path), feeding.run, feeding.step)
     exact, plain = runs.boundaries(), runs.boundaries(in_float64=False)
     if exact is None or plain is None:
-        return encode(ForcingPlan([], problem=runs.failures[0]))
-    wanted = "values" if forcing.direction == "values" else "gradients"
+        return encode(FeedingPlan([], problem=runs.failures[0]))
+    wanted = "values" if feeding.direction == "values" else "gradients"
     roundoff = unit_roundoff(cell.case.dtype)
     order = list(exact.values)
     sites = _Sites(
         cell.axes,
-        _seen(cell, forcing),
+        _seen(cell, feeding),
         references={key: value.double() for key, value in getattr(exact, wanted).items()},
         errors={
             key: max(_distance(value, plain_value), 2.0 * roundoff * float(value.norm()))
@@ -74,21 +74,21 @@ def plan_forcing(context: Context, payload: bytes) -> bytes:
     )
     found = sites.boundaries()
     for rank, at in enumerate(sites.coordinates):
-        save_file(sites.fed(at), fed_path(forcing.folder, rank))
+        save_file(sites.fed(at), fed_path(feeding.folder, rank))
     return encode(
-        ForcingPlan(
+        FeedingPlan(
             found if wanted == "values" else found[::-1],
             [sites.scales[at] for at in sites.coordinates],
         )
     )
 
 
-def _seen(cell: CellSpec, forcing: Forcing) -> dict[Coordinate, dict[str, Tensor]]:
+def _seen(cell: CellSpec, feeding: Feeding) -> dict[Coordinate, dict[str, Tensor]]:
     """Return what passed the boundaries of every rank, in the direction of flow."""
-    prefix = f"{forcing.direction}|"
+    prefix = f"{feeding.direction}|"
     found = {}
     for rank, coordinate in enumerate(mesh_coordinates(cell.axes)):
-        held = load_file(seen_path(forcing.folder, rank))
+        held = load_file(seen_path(feeding.folder, rank))
         found[coordinate] = {
             key.removeprefix(prefix): value.double()
             for key, value in held.items()

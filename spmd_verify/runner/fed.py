@@ -1,6 +1,6 @@
 """Run one step of a cell on this rank with the reference fed in at boundaries of modules.
 
-Design: docs/design.md 3.10. What is fed in was written for this rank by `forcing`.
+Design: docs/design.md 3.11. What is fed in was written for this rank by `feeding`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from spmd_verify.boundaries import Boundaries
 from spmd_verify.compare import compare
 from spmd_verify.errors import Unsupported
 from spmd_verify.runner.drive import Drive, anchor
-from spmd_verify.runner.specs import CellReport, Forcing, encode
+from spmd_verify.runner.specs import CellReport, Feeding, encode
 from spmd_verify.single import evaluates_after
 from spmd_verify.styles.base import mesh_coordinates
 from spmd_verify.styles.eager import EagerRun
@@ -34,7 +34,7 @@ def fed_path(folder: str, rank: int) -> str:
     return os.path.join(folder, f"fed-{rank:05d}.safetensors")
 
 
-def forced_step(drive: Drive, forcing: Forcing) -> CellReport:
+def fed_step(drive: Drive, feeding: Feeding) -> CellReport:
     """Run the style up to a step and that step with the reference fed in.
 
     Returns:
@@ -53,22 +53,22 @@ def forced_step(drive: Drive, forcing: Forcing) -> CellReport:
         )
     rank = mesh_coordinates(drive.context.axes).index(drive.context.coordinates[0])
     known: dict[str, Tensor] = {}
-    if os.path.exists(fed_path(forcing.folder, rank)):
-        known = load_file(fed_path(forcing.folder, rank))
-    fed = {key: known[key] for key in forcing.fed if key in known}
-    is_forward = forcing.direction == "values"
-    _advance(drive, run, forcing)
+    if os.path.exists(fed_path(feeding.folder, rank)):
+        known = load_file(fed_path(feeding.folder, rank))
+    fed = {key: known[key] for key in feeding.fed if key in known}
+    is_forward = feeding.direction == "values"
+    _advance(drive, run, feeding)
     with Boundaries(
         run.modules(),
         fed_values=fed if is_forward else None,
         fed_gradients=None if is_forward else fed,
     ) as seen:
-        observation = _step(drive, run, forcing.step)
-    if forcing.is_watching:
-        save_file(_storable(seen), seen_path(forcing.folder, rank))
+        observation = _step(drive, run, feeding.step)
+    if feeding.is_watching:
+        save_file(_storable(seen), seen_path(feeding.folder, rank))
     shown = {stage: observation[stage] for stage in _STAGES if stage in observation}
     statistics = compare(
-        drive.store, shown, run=forcing.run, step=forcing.step, mesh_shape=drive.mesh_shape
+        drive.store, shown, run=feeding.run, step=feeding.step, mesh_shape=drive.mesh_shape
     )
     passed = seen.values if is_forward else seen.gradients
     off = {
@@ -82,17 +82,17 @@ def forced_step(drive: Drive, forcing: Forcing) -> CellReport:
         collectives={},
         captures=0,
         notes=[],
-        facts={"boundaries": off, "is_anchored": forcing.run == "anchored"},
+        facts={"boundaries": off, "is_anchored": feeding.run == "anchored"},
     )
 
 
-def _advance(drive: Drive, run: EagerRun, forcing: Forcing) -> None:
+def _advance(drive: Drive, run: EagerRun, feeding: Feeding) -> None:
     """Bring a run to the state before the step."""
-    if forcing.step and forcing.run == "anchored":
+    if feeding.step and feeding.run == "anchored":
         _step(drive, run, 0)
-        anchor(run, drive.store, forcing.step, drive.mesh_shape)
+        anchor(run, drive.store, feeding.step, drive.mesh_shape)
         return
-    for index in range(forcing.step):
+    for index in range(feeding.step):
         _step(drive, run, index)
         if evaluates_after(drive.case, index):
             drive.case.seed_step(drive.case.steps)
