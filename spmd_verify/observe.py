@@ -181,7 +181,7 @@ class Observer:
 
     def _on_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record what reached the root's forward, by dotted argument path."""
-        if _is_in_backward():
+        if is_in_backward():
             return
         names = self.argument_names or positional_names(module)
         for i, value in enumerate(args):
@@ -195,7 +195,7 @@ class Observer:
         """Return a forward hook that records a module's output under its name."""
 
         def on_output(_module: nn.Module, _args: Any, output: Any) -> None:
-            if not _is_in_backward():
+            if not is_in_backward():
                 for path, tensor in flatten(output, name):
                     self.add("module_outputs", path, tensor)
 
@@ -311,7 +311,7 @@ def _takes_anything(module: nn.Module) -> bool:
     return inspect.Parameter.VAR_POSITIONAL in kinds
 
 
-def _is_in_backward() -> bool:
+def is_in_backward() -> bool:
     """Say whether autograd is running backward in this thread.
 
     Source: torch 2.13, torch/utils/checkpoint.py asks the same question the same way.

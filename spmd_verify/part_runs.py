@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from spmd_verify.backward_mode import watching
 from spmd_verify.batches import cast_floating
+from spmd_verify.boundaries import Boundaries
 from spmd_verify.case import LoadedCase
 from spmd_verify.float64_mode import CaseDtypeDraws
 from spmd_verify.single import SingleDevice, observed_step
@@ -24,6 +25,7 @@ from spmd_verify.store import Store
 from spmd_verify.trajectory import (
     StepRecord,
     named_parameters,
+    normalised,
     restore,
     restore_hyper_parameters,
     snapshot,
@@ -146,18 +148,37 @@ class PartRuns:
         gradients = record["gradients"]
         return {use: gradients[use] for use in [name, *aliases] if use in gradients}
 
+    def boundaries(self, *, in_float64: bool = True) -> Boundaries | None:
+        """Return what passes the boundaries of modules in the step on the whole batch.
+
+        Args:
+            in_float64: False for a run in the case's dtype.
+        """
+        try:
+            model, optimizer = self._prepared(in_float64=in_float64)
+            named = [(normalised(raw), module) for raw, module in model.named_modules()]
+            modules = [(name, module) for name, module in named if name or module is model]
+            with self._around(in_float64=in_float64), Boundaries(modules) as found:
+                case = self.device.twin if in_float64 else self.case
+                case.step(model, optimizer, self._cast(self.case.batch(self.step), case.dtype))
+        except Exception as error:  # noqa: BLE001 - as above
+            self._failed("module boundaries", error)
+            return None
+        return found
+
     def _failed(self, what: str, error: Exception) -> None:
         """Keep why something could not be run, once."""
         said = f"{what}: {type(error).__name__}: {error}".partition("\n")[0]
         if said not in self.failures:
             self.failures.append(said)
 
-    def _prepared(self) -> tuple[nn.Module, Any]:
-        """Return model and optimizer in float64 with the state before the step."""
-        model, optimizer = self.device.build(in_float64=True)
+    def _prepared(self, *, in_float64: bool = True) -> tuple[nn.Module, Any]:
+        """Return model and optimizer with the state before the step."""
+        case = self.device.twin if in_float64 else self.case
+        model, optimizer = self.device.build(in_float64=in_float64)
         if self.step > 0:
-            with self._around():
-                self.device.twin.step(model, optimizer, self._cast(self.case.batch(0)))
+            with self._around(in_float64=in_float64):
+                case.step(model, optimizer, self._cast(self.case.batch(0), case.dtype))
             restore(model, optimizer, self._state())
             restore_hyper_parameters(optimizer, self.store.index.hyper_parameters[self.step])
         return model, optimizer
@@ -176,18 +197,21 @@ class PartRuns:
         }
 
     @contextmanager
-    def _around(self, draws: CaseDtypeDraws | None = None) -> Iterator[None]:
+    def _around(
+        self, draws: CaseDtypeDraws | None = None, *, in_float64: bool = True
+    ) -> Iterator[None]:
         """Run a step from its seed, drawing in the case's dtype."""
         self.case.seed_step(self.step)
+        case = self.device.twin if in_float64 else self.case
         with ExitStack() as stack:
-            if draws is not None or self.case.dtype != torch.float64:
+            if draws is not None or self.case.dtype != case.dtype:
                 stack.enter_context(draws or CaseDtypeDraws(self.case.dtype))
-            stack.enter_context(self.device.twin.factory_mode())
+            stack.enter_context(case.factory_mode())
             yield
 
-    def _cast(self, batch: Any) -> Any:
-        """Return a batch in float64."""
-        return cast_floating(batch, torch.float64)
+    def _cast(self, batch: Any, dtype: torch.dtype = torch.float64) -> Any:
+        """Return a batch with floating leaves of a dtype."""
+        return cast_floating(batch, dtype)
 
 
 class _Scalars(TorchFunctionMode):

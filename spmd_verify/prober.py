@@ -151,6 +151,8 @@ def put(cell: Cell, probe: Cell) -> None:
         tensor=first.tensor,
         operator=first.operator,
         source=first.source,
+        modules=first.modules,
+        located=first.located,
     )
     cell.worst = probe.worst
     cell.cause = _prefixed(cause)

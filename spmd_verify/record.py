@@ -90,6 +90,9 @@ class FirstDivergence(msgspec.Struct, kw_only=True):
         tensor: Its name.
         operator: First differing operator, for styles that keep the correspondence.
         source: The user's source line of that operator.
+        modules: For eager styles, the smallest modules that contain the fault, found by teacher
+            forcing; empty where none does or none was looked for.
+        located: What teacher forcing says, in one line.
     """
 
     step: int
@@ -97,6 +100,8 @@ class FirstDivergence(msgspec.Struct, kw_only=True):
     tensor: str
     operator: str | None = None
     source: str | None = None
+    modules: list[str] = []
+    located: str | None = None
     unknown: dict[str, Any] = {}
 
 

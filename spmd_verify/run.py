@@ -51,6 +51,7 @@ from spmd_verify.runner.specs import (
 from spmd_verify.stopwatch import Stopwatch
 from spmd_verify.style_ids import ENGINE, select
 from spmd_verify.styles import axes_of
+from spmd_verify.teacher import Teacher
 from spmd_verify.verdict import LIMITS
 from spmd_verify.version import __version__
 from spmd_verify.whole_file import write_whole
@@ -307,6 +308,7 @@ class _Run:
                 with stopwatch("examine"):
                     cell = Examiner(self).examined(spec, cell)
                     self._locate(spec, cell)
+                    Teacher(self).locate(spec, cell)
                 cell.unknown["seconds"] |= stopwatch.seconds
             return cell
         except RankError as error:

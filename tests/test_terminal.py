@@ -104,6 +104,16 @@ mlp.py/fully_shard, mesh dp=2, float32: mismatch
     assert text.splitlines()[-1] == "1 of 2 cells fail"
 
 
+def test_a_module_found_by_teacher_forcing_has_a_line() -> None:
+    cell = _failing()
+    assert cell.first_divergence is not None
+    cell.first_divergence.located = "blocks.1: with the reference fed in all is right (3 runs)"
+
+    text = render(Record(cells=[cell]))
+
+    assert "\n  located by teacher forcing: blocks.1: with the reference fed in all is" in text
+
+
 def test_a_cause_that_is_no_fit_has_no_residual_and_says_what_could_not_be_run() -> None:
     cell = _failing()
     cell.cause = Cause(kind="unexplained", text="no known cause fits fc.weight")

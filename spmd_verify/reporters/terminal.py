@@ -131,6 +131,8 @@ def _divergence(cell: Cell, row: Row | None) -> list[str]:
     if first.operator:
         source = f" at {first.source}" if first.source else ""
         lines.append(f"  first differing operator: {first.operator}{source}")
+    if first.located:
+        lines.append(f"  located by teacher forcing: {first.located}")
     downstream = sum(1 for each in cell.tensors if each.downstream_of)
     if downstream:
         lines.append(f"  {downstream} later tensors are only downstream of it")

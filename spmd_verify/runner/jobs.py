@@ -29,6 +29,7 @@ from spmd_verify.runner.caching import through_cache
 from spmd_verify.runner.drive import Drive
 from spmd_verify.runner.dumping import DumpTaker
 from spmd_verify.runner.failures import is_user_file
+from spmd_verify.runner.fed import fed_step
 from spmd_verify.runner.specs import (
     CaseReport,
     CaseSpec,
@@ -184,6 +185,8 @@ def run_cell(context: Context, payload: bytes) -> bytes:
     if forcing is not None:
         style = forcing.applied(style)
     planted = None if spec.fault is None else PlantedStyle(style, spec.fault, store)
+    if spec.feeding is not None:
+        return encode(fed_step(Drive(style, case, mesh, store, context.note), spec.feeding))
     run = Drive(planted or style, case, mesh, store, context.note)
     run.forcing = forcing
     if spec.last_step >= 0:

@@ -25,6 +25,7 @@ JUDGE_JOB = "spmd_verify.runner.jobs:judge_cell"
 EXAMINE_JOB = "spmd_verify.examine:examine_cell"
 TIES_JOB = "spmd_verify.near_ties:find_ties"
 LOCATE_JOB = "spmd_verify.runner.jobs:locate_operator"
+FEEDING_JOB = "spmd_verify.feeding:plan_feeding"
 SURVEY_JOB = "spmd_verify.runner.survey:survey"
 
 
@@ -108,6 +109,26 @@ class ReferenceReport(msgspec.Struct, frozen=True):
     cpu_seconds: dict[str, float] = {}
 
 
+class Feeding(msgspec.Struct, frozen=True):
+    """Run one step of a cell and feed the reference in at boundaries of modules.
+
+    Attributes:
+        run: `free` or `anchored`: the run whose step is run.
+        step: Which.
+        folder: Where each rank's boundaries are written, and what may be fed is read from.
+        direction: `values` or `gradients`.
+        fed: Keys of the boundaries to feed, see `boundaries`; empty to watch only.
+        is_watching: Whether to write what was seen into the folder.
+    """
+
+    run: str
+    step: int
+    folder: str
+    direction: str
+    fed: list[str] = []
+    is_watching: bool = False
+
+
 class CellSpec(msgspec.Struct, frozen=True):
     """One cell: a case under one style on one mesh.
 
@@ -123,6 +144,7 @@ class CellSpec(msgspec.Struct, frozen=True):
         dump_path: Folder to dump what ranks hold into; empty for none.
         last_step: The last step to run, -1 for the case's.
         ties_path: File of near ties that are decided as the reference did; empty for none.
+        feeding: Run one step only, with the reference fed in.
     """
 
     case: CaseSpec
@@ -136,6 +158,7 @@ class CellSpec(msgspec.Struct, frozen=True):
     dump_path: str = ""
     last_step: int = -1
     ties_path: str = ""
+    feeding: Feeding | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -271,6 +294,59 @@ class LocateReport(msgspec.Struct, frozen=True):
 
     operator: str | None = None
     source: str | None = None
+
+
+class FeedingRequest(msgspec.Struct, frozen=True):
+    """Say what may be fed in at which boundary; answered by a `FeedingPlan`.
+
+    Attributes:
+        cell: The cell as it was run to watch its boundaries.
+    """
+
+    cell: CellSpec
+
+
+class Boundary(msgspec.Struct, frozen=True):
+    """One boundary of a module, as the failing step met it.
+
+    Attributes:
+        key: See `boundaries`.
+        finding: `right`; `summand` where a sum over ranks is right; `wrong`; `doubtful` where
+            it may be either, of something wrong; `unknown` where nobody can say which part of the
+            reference it should be.
+        tolerance: The largest norm of a rank's deviation that is noise.
+        is_repeated: It has the same values as the one before it in the direction of flow.
+    """
+
+    key: str
+    finding: str
+    tolerance: float
+    is_repeated: bool = False
+
+    @property
+    def module(self) -> str:
+        """Name of the module."""
+        return self.key.partition("|")[0]
+
+    @property
+    def is_input(self) -> bool:
+        """Whether the tensor enters the module."""
+        return self.key.split("|")[1] == "in"
+
+
+class FeedingPlan(msgspec.Struct, frozen=True):
+    """What may be fed in.
+
+    Attributes:
+        boundaries: In forward order; what neither side can be held against is left out.
+        scales: Of gradients, by rank: what this rank's are a multiple of the reference's by
+            the style's own convention (the ranks of a mean that is taken later).
+        problem: Why nothing can be fed in; empty otherwise.
+    """
+
+    boundaries: list[Boundary]
+    scales: list[float] = []
+    problem: str = ""
 
 
 OnNote = Callable[[int, str], None]

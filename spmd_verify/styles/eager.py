@@ -200,6 +200,10 @@ class EagerRun:
             )
         return found
 
+    def modules(self) -> list[tuple[str, nn.Module]]:
+        """Return `(name in the single-device model, module)`, "" for the root."""
+        return self.names.modules(self.model)
+
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers; their groups are live."""
         return optimizers_of(self.optimizer)
