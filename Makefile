@@ -25,10 +25,10 @@ types:  ## mypy
 	$(PYTHON) -m mypy
 
 test:  ## all tests
-	$(PYTHON) -m pytest -n $(WORKERS) tests
+	$(PYTHON) -m pytest -n $(WORKERS) --dist worksteal tests
 
 test-fast:  ## tests without the slow ones and without real ranks
-	$(PYTHON) -m pytest -n $(WORKERS) -m 'not slow and not dist' tests
+	$(PYTHON) -m pytest -n $(WORKERS) --dist worksteal -m 'not slow and not dist' tests
 
 table:  ## examples and Hugging Face types under the engine's styles; goes on where it was stopped
 	PYTHONPATH=. $(PYTHON) reports/table.py

@@ -52,12 +52,14 @@ def capture(
         CaptureError: The step's Python control flow depends on tensor values, or an
             operator cannot be traced; names the user's line.
     """
+    shape_env = ValuedShapeEnv()
     fake_mode = FakeTensorMode(
-        allow_non_fake_inputs=True, shape_env=ValuedShapeEnv(), static_shapes=True
+        allow_non_fake_inputs=True, shape_env=shape_env, static_shapes=True
     )
     fakes = [_fake(fake_mode, v, shapes(i) if shapes else None) for i, v in enumerate(world.values)]
     recorder = Recorder(fake_mode, world, fetch)
     with ExitStack() as stack:
+        stack.callback(shape_env.end_questions)
         stack.enter_context(_without_mkldnn())
         stack.enter_context(symbolic_functions())
         stack.enter_context(compiled_as_written())

@@ -35,6 +35,13 @@ class ValuedShapeEnv(ShapeEnv):  # pyright: ignore
             return self.on_guard(orig_expr)
         return super().evaluate_expr(orig_expr, *args, **kwargs)
 
+    def end_questions(self) -> None:
+        """Forget who answers: the answers read the model, and torch keeps a few fake tensors.
+
+        What it keeps them in is not seen by the garbage collector; they lead here by their mode.
+        """
+        self.on_guard = None
+
 
 class Shadow:
     """Runs the traced prefix on real values, as far as asked and never twice.
