@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "reports" / "clean_matrix"
 EXAMPLES = ("mlp", "transformer", "conv", "moe", "recurrent")
 DTYPES = ("float32", "float64", "bfloat16")
-SEEDS = (1, 2)
+SEEDS = (1, 2, 3)
 # Style group, runner, meshes: 3 ranks leave uneven parts of every batch and parameter.
 GROUPS = (("engine", "lockstep", ("2", "3", "4")), ("torch", "processes", ("2", "4")))
 RIGHT = ("exact", "rounding", "undetermined")
