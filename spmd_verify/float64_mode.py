@@ -111,7 +111,8 @@ def note_island(islands: dict[str, None], func: Any, result: Any, dtype: torch.d
     first = result[0] if isinstance(result, (tuple, list)) and result else result
     if (
         isinstance(first, Tensor)
-        and first.is_floating_point()
+        and first.dtype is not dtype
+        and first.dtype.is_floating_point
         and first.ndim
         and torch.finfo(first.dtype).eps > torch.finfo(dtype).eps
         and len(islands) < 64

@@ -32,6 +32,7 @@ class FloorTable:
         place: What a floor that decides nothing is blamed on; may be empty.
         roundoff: u of the case's dtype.
         is_free: Whether steps follow each other, so that noise is carried on.
+        undetermined: Parameter elements whose update only rounding decides, after `build`.
     """
 
     ensemble: Ensemble
@@ -39,6 +40,7 @@ class FloorTable:
     place: str
     roundoff: float
     is_free: bool
+    undetermined: Mapping[str, Tensor] = field(default_factory=dict)
     _relative: dict[tuple[str, str], dict[int, float]] = field(default_factory=dict)
 
     def build(self) -> dict[Key, Floor]:
@@ -54,6 +56,7 @@ class FloorTable:
             for stage in STAGES:
                 if stage not in COPIED_STAGES:
                     found.update(self._stage(step, stage, parts.get(stage, {}), updates))
+        self.undetermined = updates.undetermined
         return found
 
     def _relative_noise(self) -> dict[tuple[str, str], dict[int, float]]:

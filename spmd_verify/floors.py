@@ -67,6 +67,22 @@ class Floor:
 
 
 @dataclass
+class _Stack:
+    """Tensors of one shape and dtype that all runs have.
+
+    Attributes:
+        centres: What their errors are against, float64 [tensors, elements].
+        rows: The largest squared errors, float64 [tensors, rows]; those of the ensemble are
+            views of it. None where other stacks hold some of them.
+        elements: Likewise the largest absolute errors, float64 [tensors, elements].
+    """
+
+    centres: Tensor
+    rows: Tensor | None = None
+    elements: Tensor | None = None
+
+
+@dataclass
 class Ensemble:
     """Largest squared errors seen so far against one float64 trajectory.
 
@@ -83,6 +99,7 @@ class Ensemble:
     rows: dict[Key, Tensor] = field(default_factory=dict)
     total: dict[Key, float] = field(default_factory=dict)
     elements: dict[Key, Tensor] = field(default_factory=dict)
+    _stacks: dict[tuple[Key, ...], _Stack] = field(default_factory=dict)
 
     def add(
         self,
@@ -91,6 +108,7 @@ class Ensemble:
         stages: Iterable[str],
         by_element: Iterable[str] = (),
         left_out: frozenset[str] = frozenset(),
+        first: int = 0,
     ) -> None:
         """Take one run into the maxima.
 
@@ -99,10 +117,11 @@ class Ensemble:
             stages: Stages in which this run counts.
             by_element: Stages of which element maxima are kept.
             left_out: Names that do not count for this run.
+            first: The first step that counts.
         """
         kept = frozenset(by_element)
         alike: dict[Any, list[tuple[Key, Tensor, Tensor]]] = {}
-        for index, record in enumerate(steps):
+        for index, record in enumerate(steps[first:], first):
             for stage in stages:
                 for name, value in record.get(stage, {}).items():
                     centre = self.exact[index].get(stage, {}).get(name)
@@ -112,7 +131,7 @@ class Ensemble:
                         continue
                     key = (index, stage, name)
                     if can_be_stacked(value, centre):
-                        kind = value.shape, value.dtype, centre.dtype, stage in kept
+                        kind = value.shape, value.dtype, centre.dtype, stage, stage in kept
                         alike.setdefault(kind, []).append((key, value, centre))
                     else:
                         self._add_one(key, value, centre, stage in kept)
@@ -121,32 +140,59 @@ class Ensemble:
             for start in range(0, len(group), size):
                 self._add_alike(group[start : start + size], by_elements)
 
+    def take_step(self, other: Ensemble, step: int, stages: Iterable[str]) -> None:
+        """Take the maxima of another ensemble at a step that both have in common."""
+        wanted = frozenset(stages)
+        for key, squares in other.rows.items():
+            if key[0] == step and key[1] in wanted:
+                size = other.elements.get(key)
+                kept = None if size is None else size.clone()
+                self._take(key, squares.clone(), other.total[key], kept)
+
     def _add_alike(self, group: Sequence[tuple[Key, Tensor, Tensor]], by_element: bool) -> None:
         """Take tensors of one shape and dtype into the maxima: the bits of `_add_one`."""
         values = stacked([value for _, value, _ in group])
-        centres = stacked([centre for _, _, centre in group])
+        stack = self._stack_of(group)
         shape = group[0][1].shape
-        difference = values.to(torch.float64) - centres.to(torch.float64)
+        difference = values.to(torch.float64) - stack.centres
         rows = difference.square().reshape(len(group), shape[0] if shape else 1, -1).sum(2)
         totals = rows.sum(1).tolist()
-        parts = zip(group, totals, rows.unbind(), difference.abs_().unbind(), strict=True)
-        for (key, value, centre), total, squares, size in parts:
-            if math.isfinite(total):
-                elements = size.view(shape) if by_element else None
-                self._take(key, squares, total, elements)
+        is_finite = all(map(math.isfinite, totals))
+        size = difference.abs_() if by_element and is_finite else None
+        if is_finite and stack.rows is not None:
+            torch.maximum(stack.rows, rows, out=stack.rows)
+            if size is not None and stack.elements is not None:
+                torch.maximum(stack.elements, size, out=stack.elements)
+            for (key, _, _), total in zip(group, totals, strict=True):
+                self.total[key] = max(self.total[key], total)
+            return
+        if is_finite and not any(key in self.rows for key, _, _ in group):
+            stack.rows, stack.elements = rows, size
+        for at, ((key, value, centre), total) in enumerate(zip(group, totals, strict=True)):
+            if is_finite:
+                self._take(key, rows[at], total, None if size is None else size[at].view(shape))
             else:
                 self._add_one(key, value, centre, by_element)
 
+    def _stack_of(self, group: Sequence[tuple[Key, Tensor, Tensor]]) -> _Stack:
+        """Return the stack of some tensors, made when they are first met together."""
+        keys = tuple(key for key, _, _ in group)
+        if keys not in self._stacks:
+            centres = stacked([centre for _, _, centre in group]).to(torch.float64)
+            self._stacks[keys] = _Stack(centres)
+        return self._stacks[keys]
+
     def _add_one(self, key: Key, value: Tensor, centre: Tensor, by_element: bool) -> None:
         """Take one tensor into the maxima."""
-        index, stage, name = key
-        expected = self.expected[index].get(stage, {}).get(name)
-        difference = finite_deviation(value, centre, expected)
-        squares = row_sums(
-            difference.square().reshape(value.shape + difference.shape[value.ndim :])
-        )
+        difference = as_real(value).to(torch.float64) - as_real(centre).to(torch.float64)
+        squares = _squares_by_row(difference, value)
+        if not math.isfinite(total := float(squares.sum())):
+            expected = self.expected[key[0]].get(key[1], {}).get(key[2])
+            difference = finite_deviation(value, centre, expected)
+            squares = _squares_by_row(difference, value)
+            total = float(squares.sum())
         by_element = by_element and not value.is_complex()
-        self._take(key, squares, float(squares.sum()), difference.abs_() if by_element else None)
+        self._take(key, squares, total, difference.abs_() if by_element else None)
 
     def _take(self, key: Key, squares: Tensor, total: float, size: Tensor | None) -> None:
         """Take squared errors by row, their sum, and absolute errors into the maxima."""
@@ -157,7 +203,15 @@ class Ensemble:
             self.rows[key], self.total[key] = squares, total
         if size is not None:
             known = self.elements.get(key)
-            self.elements[key] = size if known is None else torch.maximum(known, size)
+            if known is None:
+                self.elements[key] = size
+            else:
+                torch.maximum(known, size, out=known)
+
+
+def _squares_by_row(difference: Tensor, value: Tensor) -> Tensor:
+    """Return sums of squares by dim-0 row of `value`, whose complex entries are [..., 2]."""
+    return row_sums(difference.square().reshape(value.shape + difference.shape[value.ndim :]))
 
 
 def norm_rows(value: Tensor) -> Tensor:
