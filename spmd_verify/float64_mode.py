@@ -50,6 +50,14 @@ class CaseDtypeDraws(TorchDispatchMode):
         self._trace = trace
         self._cast = cast
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Say that dynamo is not switched off and on around every operator.
+
+        It has nothing to compile here: torch.compile falls back to eager under such a mode.
+        """
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,

@@ -16,7 +16,6 @@ from spmd_verify.norms import (
     can_be_stacked,
     finite_deviation,
     is_rounding,
-    row_sums,
     rows_of,
     stacked,
 )
@@ -100,6 +99,7 @@ class Ensemble:
     total: dict[Key, float] = field(default_factory=dict)
     elements: dict[Key, Tensor] = field(default_factory=dict)
     _stacks: dict[tuple[Key, ...], _Stack] = field(default_factory=dict)
+    _memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64))
 
     def add(
         self,
@@ -151,11 +151,14 @@ class Ensemble:
 
     def _add_alike(self, group: Sequence[tuple[Key, Tensor, Tensor]], by_element: bool) -> None:
         """Take tensors of one shape and dtype into the maxima: the bits of `_add_one`."""
-        values = stacked([value for _, value, _ in group])
         stack = self._stack_of(group)
         shape = group[0][1].shape
-        difference = values.to(torch.float64) - stack.centres
-        rows = difference.square().reshape(len(group), shape[0] if shape else 1, -1).sum(2)
+        difference = self._work(len(group), shape.numel())
+        for line, (_, value, _) in zip(difference.unbind(), group, strict=True):
+            line.view(shape).copy_(value)
+        difference.sub_(stack.centres)
+        parts = difference.view(len(group), shape[0] if shape else 1, -1)
+        rows = torch.linalg.vector_norm(parts, dim=2).square_()
         totals = rows.sum(1).tolist()
         is_finite = all(map(math.isfinite, totals))
         size = difference.abs_() if by_element and is_finite else None
@@ -167,12 +170,25 @@ class Ensemble:
                 self.total[key] = max(self.total[key], total)
             return
         if is_finite and not any(key in self.rows for key, _, _ in group):
+            size = None if size is None else size.clone()
             stack.rows, stack.elements = rows, size
+        elif size is not None:
+            size = size.clone()
         for at, ((key, value, centre), total) in enumerate(zip(group, totals, strict=True)):
             if is_finite:
                 self._take(key, rows[at], total, None if size is None else size[at].view(shape))
             else:
                 self._add_one(key, value, centre, by_element)
+
+    def _work(self, count: int, elements: int) -> Tensor:
+        """Return memory to work in, float64 [count, elements]; overwritten by the next call.
+
+        Fresh memory takes longer than what is computed in it.
+        """
+        size = count * elements
+        if len(self._memory) < size:
+            self._memory = torch.empty(size, dtype=torch.float64)
+        return self._memory[:size].view(count, elements)
 
     def _stack_of(self, group: Sequence[tuple[Key, Tensor, Tensor]]) -> _Stack:
         """Return the stack of some tensors, made when they are first met together."""
@@ -211,21 +227,42 @@ class Ensemble:
 
 def _squares_by_row(difference: Tensor, value: Tensor) -> Tensor:
     """Return sums of squares by dim-0 row of `value`, whose complex entries are [..., 2]."""
-    return row_sums(difference.square().reshape(value.shape + difference.shape[value.ndim :]))
+    parts = difference.reshape(value.shape[0] if value.ndim else 1, -1)
+    return torch.linalg.vector_norm(parts, dim=1).square_()
 
 
-def norm_rows(value: Tensor) -> Tensor:
-    """Return the norm of each dim-0 row, float64 [rows]."""
-    real = as_real(value).to(torch.float64)
-    flat = rows_of(real) if value.ndim else real.reshape(1, -1)
-    rows = flat.square().sum(dim=1).sqrt()
-    if bool(rows.isfinite().all()):
-        return rows
-    return flat.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).square().sum(dim=1).sqrt()
+@dataclass
+class Scale:
+    """The size of what a tensor was added up from.
+
+    Attributes:
+        rows: Norm of S by row, float64 [rows].
+        whole: `||S||`.
+        numel: Elements of the tensor.
+        is_finite: Whether all elements are; those that are not count nothing.
+    """
+
+    rows: Tensor
+    whole: float
+    numel: int
+    is_finite: bool
+
+    @classmethod
+    def of(cls, value: Tensor) -> Scale:
+        """Measure S, or what stands in for it."""
+        real = as_real(value).to(torch.float64)
+        flat = rows_of(real) if value.ndim else real.reshape(1, -1)
+        rows = torch.linalg.vector_norm(flat, dim=1)
+        whole = float(torch.linalg.vector_norm(rows))
+        if math.isfinite(whole):
+            return cls(rows, whole, value.numel(), True)
+        clean = flat.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        rows = torch.linalg.vector_norm(clean, dim=1)
+        return cls(rows, float(torch.linalg.vector_norm(rows)), value.numel(), False)
 
 
 def base_floor(
-    ensemble: Ensemble, key: Key, dtype: str, scale: Tensor, relative: float, usual: float = 0.0
+    ensemble: Ensemble, key: Key, dtype: str, scale: Scale, relative: float, usual: float = 0.0
 ) -> Floor:
     """Return the floor of one tensor from the runs and S alone.
 
@@ -238,30 +275,26 @@ def base_floor(
         ensemble: The runs.
         key: Which tensor.
         dtype: The case's dtype, or the tensor's where that is coarser.
-        scale: S, the shape of the tensor.
+        scale: S of the tensor.
         relative: Median relative floor of the stage, used for tensors of few elements.
         usual: Typical relative error of this tensor over the steps. Where one channel makes
             all of the noise, half a dozen draws can all be small; other steps say so.
     """
-    u = unit_roundoff(dtype)
-    scale_rows = norm_rows(scale)
-    whole = float(scale_rows.square().sum().sqrt())
+    u, whole, numel, count = unit_roundoff(dtype), scale.whole, scale.numel, len(scale.rows)
     seen = math.sqrt(ensemble.total.get(key, 0.0))
     noise = noise_floor([seen, min(usual * whole, MOST_RAISED * seen)], u, whole)
-    if scale.numel() <= FEW_ELEMENTS:
-        noise = max(noise, few_draws(scale.numel()) * relative * whole)
+    if numel <= FEW_ELEMENTS:
+        noise = max(noise, few_draws(numel) * relative * whole)
     own = ensemble.rows.get(key)
-    spread = few_draws(scale.numel() // max(len(scale_rows), 1))
-    rows = scale_rows * (2.0 * u)
+    spread = few_draws(numel // max(count, 1))
+    rows = scale.rows * max(2.0 * u, spread * noise / whole if whole > 0.0 else 0.0)
     if own is not None:
-        rows = torch.maximum(rows, own.sqrt())
-    if whole > 0.0:
-        rows = torch.maximum(rows, scale_rows * (spread * noise / whole))
-    if len(rows) and (scale.numel() <= FEW_ELEMENTS * len(rows) or noise > 0.1 * whole):
+        rows = torch.maximum(rows, own.sqrt(), out=rows)
+    if count and (numel <= FEW_ELEMENTS * count or noise > 0.1 * whole):
         # Above a tenth S is itself noise and cannot say which rows are noisy.
-        share = spread * noise / math.sqrt(len(rows))
+        share = spread * noise / math.sqrt(count)
         rows = torch.where(rows > 0, rows.clamp(min=share), rows)
-    return Floor(noise, rows, whole, scale_rows)
+    return Floor(noise, rows, whole, scale.rows)
 
 
 def few_draws(elements: int) -> float:
@@ -274,14 +307,15 @@ def few_draws(elements: int) -> float:
     return 1.0 + 1.0 / max(elements, 1)
 
 
-def median_relative(ensemble: Ensemble, scales: Mapping[Key, Tensor]) -> float:
+def median_relative(ensemble: Ensemble, scales: Mapping[Key, Scale]) -> float:
     """Return the median of error / ||S|| over the tensors of one stage and step."""
     found = [
-        math.sqrt(ensemble.total[key]) / norm
+        math.sqrt(ensemble.total[key]) / scale.whole
         for key, scale in scales.items()
-        if key in ensemble.total and (norm := float(as_real(scale).to(torch.float64).norm())) > 0
+        if key in ensemble.total and scale.is_finite and scale.whole > 0.0
     ]
-    return float(torch.tensor(found).median()) if found else 0.0
+    # The lower one of two in the middle.
+    return sorted(found)[(len(found) - 1) // 2] if found else 0.0
 
 
 def judge_usable(floor: Floor, dtype: str, value: Tensor, siblings_rms: float, place: str) -> None:
@@ -318,6 +352,6 @@ def rms(values: Iterable[Tensor]) -> float:
     total, count = 0.0, 0
     for value in values:
         real = as_real(value)
-        total += float(real.to(torch.float64).square().sum())
+        total += float(torch.linalg.vector_norm(real.to(torch.float64))) ** 2
         count += real.numel()
     return math.sqrt(total / count) if count else 0.0

@@ -177,13 +177,18 @@ def measure(device: SingleDevice, reference: Reference) -> Noise:
             free.add(run.steps, stages=MEASURED_STAGES, by_element=BY_ELEMENT)
             runs.append(flipped.name)
     place = f"computed in a coarser dtype: {next(iter(islands))}" if islands else ""
-    tables = {
-        "free": FloorTable(free, scales, place, u, is_free=True),
-        "anchored": FloorTable(anchored, scales, place, u, is_free=False),
-    }
-    floors = {name: table.build() for name, table in tables.items()}
-    undetermined = tables["free"].undetermined
-    count = sum(int(mask.sum()) for mask in undetermined.values())
+    table = FloorTable(free, scales, place, u, is_free=True)
+    found = table.build()
+
+    def is_anchored(step: int, stage: str, name: str) -> bool:
+        """Say whether the anchored run decides: step 0 is the free run's."""
+        return step > 0 and (
+            stage in ANCHORED_STAGES or found[step, stage, name].reason is not None
+        )
+
+    anchored_table = FloorTable(anchored, scales, place, u, is_free=False, is_wanted=is_anchored)
+    floors = {"free": found, "anchored": anchored_table.build()}
+    count = sum(int(mask.sum()) for mask in table.undetermined.values())
     return Noise(floors, tuple(runs), tuple(dropped), tuple(islands)[:SHOWN_ISLANDS], count)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._decomp import decomposition_table
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from spmd_verify import rounded_layer_norm
 from spmd_verify.float64_mode import note_island
 
 # Operators whose floating results are rounded. Everything that moves, selects, masks or
@@ -96,6 +97,9 @@ MOVED_SHARE: Final = 1.0 / 6.0
 # elements took 4 times as long in one piece.
 _POOL_SIZE: Final = 1 << 16
 _POOL_SEED: Final = 20_11
+# Several results of one operator are perturbed in one call where they have at most so many
+# elements: beyond, copying them costs as much as the calls.
+SMALL: Final = 1 << 12
 # float16 overflows when values above 256 are squared.
 _SQUARABLE: Final = (torch.float32, torch.float64, torch.bfloat16)
 # Products of at least so many terms get the variances of their sums from row and column sums;
@@ -106,6 +110,7 @@ MARGINAL_TERMS: Final = 1 << 20
 class _Plan(NamedTuple):
     """What is done with one operator; decided once for each."""
 
+    name: str
     is_decomposed: bool
     is_cancelling: bool
     is_adding: bool
@@ -114,11 +119,18 @@ class _Plan(NamedTuple):
     is_product: bool
 
 
+_LAYER_NORM: Final[Mapping[str, Callable[..., Any]]] = {
+    "native_layer_norm": rounded_layer_norm.forward,
+    "native_layer_norm_backward": rounded_layer_norm.backward,
+}
+
+
 @lru_cache(maxsize=4096)
 def _plan(func: Any) -> _Plan:
     """Return what is done with an operator."""
     name = func.overloadpacket.__name__
     return _Plan(
+        name=name,
         is_decomposed=name in DECOMPOSED_OPERATORS,
         is_cancelling=name in CANCELLING_OPERATORS,
         is_adding=name in ADDING_OPERATORS,
@@ -165,6 +177,14 @@ class RandomRounding(TorchDispatchMode):
         self._dtype = dtype
         self._random = random.Random(seed)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Say that dynamo is not switched off and on around every operator.
+
+        It has nothing to compile here: torch.compile falls back to eager under such a mode.
+        """
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,
@@ -176,10 +196,13 @@ class RandomRounding(TorchDispatchMode):
         named = dict(kwargs or {})
         plan = _plan(func)
         if plan.is_decomposed:
+            own = _LAYER_NORM.get(plan.name)
+            if own is not None and not named and self._is_usual(args):
+                return own(self, *args)
             with self:
                 return decomposition_table[func](*args, **named)
         if plan.is_cancelling:
-            moved = [self._moved(value) for value in args[:MOVED_OPERANDS]]
+            moved = [self.moved(value) for value in args[:MOVED_OPERANDS]]
             args = (*moved, *args[MOVED_OPERANDS:])
         result = func(*args, **named)
         note_island(self.islands, func, result, self._dtype)
@@ -190,12 +213,29 @@ class RandomRounding(TorchDispatchMode):
             if isinstance(written, Tensor):
                 self._perturb(written)
             elif isinstance(written, (tuple, list)):
-                for entry in written:
-                    if isinstance(entry, Tensor):
-                        self._perturb(entry)
+                self._perturb_all([entry for entry in written if isinstance(entry, Tensor)])
         return result
 
-    def _moved(self, value: Any) -> Any:
+    def _is_usual(self, args: Sequence[Any]) -> bool:
+        """Say whether all tensors have the case's dtype, computed in itself, and hold anything."""
+        return self._dtype in (torch.float32, torch.float64) and all(
+            value.dtype is self._dtype and value.numel() > 0
+            for value in args
+            if isinstance(value, Tensor)
+        )
+
+    def rounded(self, value: Tensor) -> Tensor:
+        """Return a result that rounds, perturbed in place."""
+        self._perturb(value)
+        return value
+
+    def total(self, value: Tensor, dims: Sequence[int], *, keepdim: bool) -> Tensor:
+        """Return a sum, perturbed by what rounding its terms does."""
+        found = value.sum(dims, keepdim=keepdim)
+        self._add_steps(found, value.square().sum(dims, keepdim=keepdim).sqrt_())
+        return found
+
+    def moved(self, value: Any) -> Any:
         """Return a perturbed copy of a floating tensor; anything else unchanged."""
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
@@ -253,6 +293,21 @@ class RandomRounding(TorchDispatchMode):
             if columns is not None:
                 step.mul_(columns)
             piece.addcmul_(step, piece.round().ne_(piece))
+
+    def _perturb_all(self, values: Sequence[Tensor]) -> None:
+        """Perturb several results of one operator, small ones of one dtype together, in place."""
+        small: dict[torch.dtype, list[Tensor]] = {}
+        for value in values:
+            if value.dtype.is_floating_point and value.numel() <= SMALL:
+                small.setdefault(value.dtype, []).append(value)
+            else:
+                self._perturb(value)
+        for group in small.values():
+            flat = torch.cat([value.reshape(-1) for value in group])
+            self._perturb(flat)
+            moved = flat.split([value.numel() for value in group])
+            for value, new in zip(group, moved, strict=True):
+                value.copy_(new.view(value.shape))
 
     def _perturb(self, value: Tensor, share: float = MOVED_SHARE) -> None:
         """Move a share of the elements to a neighbouring value, in place.
