@@ -133,7 +133,7 @@ class _Ensembles:
     def _add(self, member: Plain, stages: Sequence[str], left_out: frozenset[str]) -> None:
         """Run one member and take the given stages of it."""
         watch = "module_outputs" in stages
-        options = {"member": member, "with_module_outputs": watch, "is_brief": True}
+        options: dict[str, Any] = {"member": member, "with_module_outputs": watch, "is_brief": True}
         if self.device.case.steps > 1:
             run, anchored = self.device.run_both(self.reference.run, **options)
             # Step 0 is the free run's.

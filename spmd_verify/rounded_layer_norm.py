@@ -7,7 +7,6 @@ dispatch mode each of some 30 operators per layer takes several times as long as
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +24,7 @@ class Rounding(Protocol):
         """Return a copy of an operand of a kernel that sums and subtracts inside, perturbed."""
         ...
 
-    def total(self, value: Tensor, dims: Sequence[int], *, keepdim: bool) -> Tensor:
+    def total(self, value: Tensor, dims: list[int], *, keepdim: bool) -> Tensor:
         """Return a sum, perturbed by what rounding its terms does."""
         ...
 

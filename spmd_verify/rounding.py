@@ -229,7 +229,7 @@ class RandomRounding(TorchDispatchMode):
         self._perturb(value)
         return value
 
-    def total(self, value: Tensor, dims: Sequence[int], *, keepdim: bool) -> Tensor:
+    def total(self, value: Tensor, dims: list[int], *, keepdim: bool) -> Tensor:
         """Return a sum, perturbed by what rounding its terms does."""
         found = value.sum(dims, keepdim=keepdim)
         self._add_steps(found, value.square().sum(dims, keepdim=keepdim).sqrt_())
