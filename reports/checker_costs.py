@@ -4,6 +4,10 @@
 (b) the reference with its float64 and noise runs, in steps of one device, for each step.
 (c) the second run of the same command beside the first, with the reference cached.
 
+In (b) *bare* is what the steps that docs/design.md 3.4 asks for would cost alone: the steps of
+all runs, by the dtype they ran in, times a step of that dtype with nothing watched or perturbed,
+for each step of the case. The rest is the checker's: observing, perturbing, comparing, floors.
+
 `make bench-checker` prints the tables and writes reports/checker_costs.md. Wall time is what a
 user waits; processor time does not grow where others use the machine, so on a busy one only
 that says something. Every figure is the median of several runs of one command in one process:
@@ -122,58 +126,69 @@ def ratio_b(name: str, text: str) -> list[str]:
         file.flush()
         words = [sys.executable, __file__, "--reference", file.name]
         done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT)
-    step, observed, reference, noise, write, runs = map(float, done.stdout.split())
+    step, step64, reference, noise, write, steps, steps64 = map(float, done.stdout.split())
     total = reference + noise + write
+    bare = (steps * step + steps64 * step64) / STEPS / step
     return [
-        name, f"{1e3 * step:.2f}", f"{1e3 * observed:.2f}", f"{runs:.0f}", f"{reference:.3f}",
-        f"{noise:.3f}", f"{write:.3f}", f"{total / STEPS / step:.0f}",
-        f"{total / STEPS / observed:.0f}",
+        name, f"{1e3 * step:.2f}", f"{1e3 * step64:.2f}", f"{steps:.0f}", f"{steps64:.0f}",
+        f"{reference:.3f}", f"{noise:.3f}", f"{write:.3f}", f"{total / STEPS / step:.0f}",
+        f"{bare:.1f}", f"{total / STEPS / step / bare:.1f}",
     ]  # fmt: skip
 
 
 def time_reference(path: str) -> None:
-    """Print seconds of a step, plain and observed, of the parts of a reference, and its runs."""
+    """Print seconds of a bare step in two dtypes, of the parts of a reference, and its steps."""
     import torch
 
     from spmd_verify import noise
     from spmd_verify.case import load_case
-    from spmd_verify.single import SingleDevice, make_reference
+    from spmd_verify.single import make_reference
+    from spmd_verify.stepped import SteppedModel
     from spmd_verify.store import write_store
 
     torch.set_num_threads(1)
     case = load_case(path, steps=STEPS)
-    device, _ = make_reference(case)  # imports what is needed
-    model, optimizer = device.build()
+    device, reference = make_reference(case)
+    noise.measure(device, reference)  # imports what is needed
+    bare = [bare_step(device, in_float64=flag) for flag in (False, True)]
+    counts = {torch.float32: 0, torch.float64: 0}
+    original = SteppedModel.step
+
+    def counted(stepped: SteppedModel, index: int) -> Any:
+        counts[stepped.case.dtype] += 1
+        return original(stepped, index)
+
+    SteppedModel.step = counted  # type: ignore[method-assign]
+    found = []
+    for _ in range(RUNS):
+        counts.update(dict.fromkeys(counts, 0))
+        times = [time.process_time()]
+        device, reference = make_reference(case)
+        times.append(time.process_time())
+        measured = noise.measure(device, reference)
+        times.append(time.process_time())
+        with tempfile.TemporaryDirectory() as folder:
+            write_store(Path(folder), reference, measured, dtype="float32", trainable=[])
+            times.append(time.process_time())
+        found.append([late - early for early, late in itertools.pairwise(times)])
+    parts = [statistics.median(column) for column in zip(*found, strict=True)]
+    print(*bare, *parts, *counts.values())
+
+
+def bare_step(device: Any, *, in_float64: bool) -> float:
+    """Return seconds of processor time of one step of one device, without any observation."""
+    from spmd_verify.batches import cast_floating
+
+    case = device.twin if in_float64 else device.case
+    model, optimizer = device.build(in_float64=in_float64)
     plain = []
     for index in range(TIMED_STEPS):
-        batch = case.batch(index % STEPS)
+        batch = cast_floating(case.batch(index % STEPS), case.dtype)
         case.seed_step(index % STEPS)
         started = time.process_time()
         case.step(model, optimizer, batch)
         plain.append(time.process_time() - started)
-    runs, observed = 0, []
-    original = SingleDevice.run
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal runs
-        runs += 1
-        started = time.process_time()
-        found = original(*args, **kwargs)
-        if not kwargs:
-            observed.append((time.process_time() - started) / STEPS)
-        return found
-
-    SingleDevice.run = counted  # type: ignore[method-assign]
-    times = [time.process_time()]
-    device, reference = make_reference(case)
-    times.append(time.process_time())
-    measured = noise.measure(device, reference)
-    times.append(time.process_time())
-    with tempfile.TemporaryDirectory() as folder:
-        write_store(Path(folder), reference, measured, dtype="float32", trainable=[])
-        times.append(time.process_time())
-    parts = [late - early for early, late in itertools.pairwise(times)]
-    print(statistics.median(plain), statistics.median(observed), *parts, runs)
+    return statistics.median(plain)
 
 
 def ratio_c(example: str, found: list[dict[str, Any]]) -> list[list[str]]:
@@ -258,8 +273,8 @@ def main() -> int:
         ),
         table(
             f"(b) reference in steps of one device, at most {TARGETS['b']:.0f}; processor time",
-            ("case", "step ms", "observed ms", "runs", "reference s", "noise s", "write s",
-             "per step", "per observed step"),
+            ("case", "step ms", "float64 step ms", "steps", "float64 steps", "reference s",
+             "noise s", "write s", "per step", "bare", "per step / bare"),
             b,
         ),
         table(

@@ -20,7 +20,7 @@ from spmd_verify.adversarial_changes import Changes, is_constant
 from spmd_verify.batches import TARGETS, cast_floating
 from spmd_verify.model_build import cast_module
 from spmd_verify.seeding import RandomState
-from spmd_verify.single import eval_outputs
+from spmd_verify.stepped import eval_outputs
 from spmd_verify.user_code import one_line
 
 if TYPE_CHECKING:

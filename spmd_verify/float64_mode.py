@@ -50,6 +50,14 @@ class CaseDtypeDraws(TorchDispatchMode):
         self._trace = trace
         self._cast = cast
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Say that dynamo is not switched off and on around every operator.
+
+        It has nothing to compile here: torch.compile falls back to eager under such a mode.
+        """
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,
@@ -111,7 +119,8 @@ def note_island(islands: dict[str, None], func: Any, result: Any, dtype: torch.d
     first = result[0] if isinstance(result, (tuple, list)) and result else result
     if (
         isinstance(first, Tensor)
-        and first.is_floating_point()
+        and first.dtype is not dtype
+        and first.dtype.is_floating_point
         and first.ndim
         and torch.finfo(first.dtype).eps > torch.finfo(dtype).eps
         and len(islands) < 64

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-import torch
 from torch import Tensor
 
-from spmd_verify.floors import Ensemble, Floor, Key, base_floor, judge_usable, median_relative, rms
+from spmd_verify.floors import (
+    Ensemble,
+    Floor,
+    Key,
+    Scale,
+    base_floor,
+    judge_usable,
+    median_relative,
+    rms,
+)
 from spmd_verify.ill_conditioned import UpdateNoise
-from spmd_verify.norms import as_real, is_rounding
-from spmd_verify.verdict import STAGES
+from spmd_verify.norms import is_rounding
+from spmd_verify.verdict import CARRIED_STAGES, STAGES
 
 # S by step, stage and name, for what parts of a batch add up to.
 Scales = list[dict[str, dict[str, Tensor]]]
@@ -32,6 +40,8 @@ class FloorTable:
         place: What a floor that decides nothing is blamed on; may be empty.
         roundoff: u of the case's dtype.
         is_free: Whether steps follow each other, so that noise is carried on.
+        is_wanted: Says of a step, stage and name whether its floor is; all are without it.
+        undetermined: Parameter elements whose update only rounding decides, after `build`.
     """
 
     ensemble: Ensemble
@@ -39,32 +49,58 @@ class FloorTable:
     place: str
     roundoff: float
     is_free: bool
+    is_wanted: Callable[[int, str, str], bool] | None = None
+    undetermined: Mapping[str, Tensor] = field(default_factory=dict)
     _relative: dict[tuple[str, str], dict[int, float]] = field(default_factory=dict)
+    _scales: dict[Key, Scale] = field(default_factory=dict)
 
     def build(self) -> dict[Key, Floor]:
-        """Return the floor of every tensor that rounds."""
+        """Return the floor of every tensor that rounds and is wanted."""
         updates = start_updates(self.ensemble)
         self._relative = self._relative_noise()
         found: dict[Key, Floor] = {}
         for step in range(len(self.ensemble.exact)):
-            parts = self.scales[step] if self.scales else {}
             if step and not self.is_free:
                 updates = UpdateNoise(self.ensemble, self.ensemble.expected[step - 1]["parameters"])
-            updates.advance(step, parts.get("gradients", {}), self.roundoff)
+            if self.is_free or any(self._wanted(step, stage) for stage in CARRIED_STAGES):
+                parts = self.scales[step].get("gradients", {}) if self.scales else {}
+                updates.advance(step, parts, self.roundoff)
             for stage in STAGES:
-                if stage not in COPIED_STAGES:
-                    found.update(self._stage(step, stage, parts.get(stage, {}), updates))
+                found.update(self._stage(step, stage, updates))
+        self.undetermined = updates.undetermined
         return found
+
+    def _wanted(self, step: int, stage: str) -> list[str]:
+        """Return the names of a stage that round and are wanted."""
+        if stage in COPIED_STAGES:
+            return []
+        expected = self.ensemble.expected[step].get(stage, {})
+        return [
+            name
+            for name in self.ensemble.exact[step].get(stage, {})
+            if name in expected
+            and is_rounding(expected[name])
+            and (self.is_wanted is None or self.is_wanted(step, stage, name))
+        ]
+
+    def _scale(self, key: Key) -> Scale:
+        """Return S of a tensor, or the float64 reference where the parts of it are unknown."""
+        if key not in self._scales:
+            step, stage, name = key
+            parts = self.scales[step].get(stage, {}) if self.scales else {}
+            value = parts.get(name)
+            self._scales[key] = Scale.of(
+                self.ensemble.exact[step][stage][name] if value is None else value
+            )
+        return self._scales[key]
 
     def _relative_noise(self) -> dict[tuple[str, str], dict[int, float]]:
         """Return error / ||S|| of every tensor by step."""
         found: dict[tuple[str, str], dict[int, float]] = {}
         for (step, stage, name), total in self.ensemble.total.items():
-            parts = self.scales[step].get(stage, {}) if self.scales else {}
-            value = self.ensemble.exact[step][stage][name]
-            norm = float(as_real(parts.get(name, value)).to(torch.float64).norm())
-            if 0.0 < norm < math.inf:
-                found.setdefault((stage, name), {})[step] = math.sqrt(total) / norm
+            scale = self._scale((step, stage, name))
+            if scale.is_finite and scale.whole > 0.0:
+                found.setdefault((stage, name), {})[step] = math.sqrt(total) / scale.whole
         return found
 
     def _usual(self, key: Key) -> float:
@@ -77,27 +113,26 @@ class FloorTable:
         squares = [r * r for s, r in known.items() if s <= step or not self.is_free]
         return math.sqrt(sum(squares) / len(squares)) if squares else 0.0
 
-    def _stage(
-        self, step: int, stage: str, parts: Mapping[str, Tensor], updates: UpdateNoise
-    ) -> dict[Key, Floor]:
+    def _stage(self, step: int, stage: str, updates: UpdateNoise) -> dict[Key, Floor]:
         """Return the floors of one stage of one step."""
-        expected = self.ensemble.expected[step].get(stage, {})
+        expected, exact = self.ensemble.expected[step], self.ensemble.exact[step]
+        names = self._wanted(step, stage)
+        if not names:
+            return {}
         values = {
             name: value
-            for name, value in self.ensemble.exact[step].get(stage, {}).items()
-            if name in expected and is_rounding(expected[name])
+            for name, value in exact[stage].items()
+            if name in expected[stage] and is_rounding(expected[stage][name])
         }
-        scales = {
-            (step, stage, name): parts.get(name, value).abs() for name, value in values.items()
-        }
+        scales = {(step, stage, name): self._scale((step, stage, name)) for name in values}
         relative = median_relative(self.ensemble, scales)
         siblings = _siblings_rms(stage, values, self.ensemble.exact[0]["initial_state"])
         found: dict[Key, Floor] = {}
-        for key, scale in scales.items():
-            name = key[2]
-            dtype = str(expected[name].dtype).removeprefix("torch.")
+        for name in names:
+            key = (step, stage, name)
+            dtype = str(expected[stage][name].dtype).removeprefix("torch.")
             floor = found[key] = base_floor(
-                self.ensemble, key, dtype, scale, relative, self._usual(key)
+                self.ensemble, key, dtype, scales[key], relative, self._usual(key)
             )
             if stage == "parameters":
                 updates.widen_parameter(step, name, floor)

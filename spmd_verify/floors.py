@@ -16,7 +16,6 @@ from spmd_verify.norms import (
     can_be_stacked,
     finite_deviation,
     is_rounding,
-    row_sums,
     rows_of,
     stacked,
 )
@@ -67,6 +66,22 @@ class Floor:
 
 
 @dataclass
+class _Stack:
+    """Tensors of one shape and dtype that all runs have.
+
+    Attributes:
+        centres: What their errors are against, float64 [tensors, elements].
+        rows: The largest squared errors, float64 [tensors, rows]; those of the ensemble are
+            views of it. None where other stacks hold some of them.
+        elements: Likewise the largest absolute errors, float64 [tensors, elements].
+    """
+
+    centres: Tensor
+    rows: Tensor | None = None
+    elements: Tensor | None = None
+
+
+@dataclass
 class Ensemble:
     """Largest squared errors seen so far against one float64 trajectory.
 
@@ -83,6 +98,8 @@ class Ensemble:
     rows: dict[Key, Tensor] = field(default_factory=dict)
     total: dict[Key, float] = field(default_factory=dict)
     elements: dict[Key, Tensor] = field(default_factory=dict)
+    _stacks: dict[tuple[Key, ...], _Stack] = field(default_factory=dict)
+    _memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64))
 
     def add(
         self,
@@ -91,6 +108,7 @@ class Ensemble:
         stages: Iterable[str],
         by_element: Iterable[str] = (),
         left_out: frozenset[str] = frozenset(),
+        first: int = 0,
     ) -> None:
         """Take one run into the maxima.
 
@@ -99,10 +117,11 @@ class Ensemble:
             stages: Stages in which this run counts.
             by_element: Stages of which element maxima are kept.
             left_out: Names that do not count for this run.
+            first: The first step that counts.
         """
         kept = frozenset(by_element)
         alike: dict[Any, list[tuple[Key, Tensor, Tensor]]] = {}
-        for index, record in enumerate(steps):
+        for index, record in enumerate(steps[first:], first):
             for stage in stages:
                 for name, value in record.get(stage, {}).items():
                     centre = self.exact[index].get(stage, {}).get(name)
@@ -112,7 +131,7 @@ class Ensemble:
                         continue
                     key = (index, stage, name)
                     if can_be_stacked(value, centre):
-                        kind = value.shape, value.dtype, centre.dtype, stage in kept
+                        kind = value.shape, value.dtype, centre.dtype, stage, stage in kept
                         alike.setdefault(kind, []).append((key, value, centre))
                     else:
                         self._add_one(key, value, centre, stage in kept)
@@ -121,32 +140,75 @@ class Ensemble:
             for start in range(0, len(group), size):
                 self._add_alike(group[start : start + size], by_elements)
 
+    def take_step(self, other: Ensemble, step: int, stages: Iterable[str]) -> None:
+        """Take the maxima of another ensemble at a step that both have in common."""
+        wanted = frozenset(stages)
+        for key, squares in other.rows.items():
+            if key[0] == step and key[1] in wanted:
+                size = other.elements.get(key)
+                kept = None if size is None else size.clone()
+                self._take(key, squares.clone(), other.total[key], kept)
+
     def _add_alike(self, group: Sequence[tuple[Key, Tensor, Tensor]], by_element: bool) -> None:
         """Take tensors of one shape and dtype into the maxima: the bits of `_add_one`."""
-        values = stacked([value for _, value, _ in group])
-        centres = stacked([centre for _, _, centre in group])
+        stack = self._stack_of(group)
         shape = group[0][1].shape
-        difference = values.to(torch.float64) - centres.to(torch.float64)
-        rows = difference.square().reshape(len(group), shape[0] if shape else 1, -1).sum(2)
+        difference = self._work(len(group), shape.numel())
+        for line, (_, value, _) in zip(difference.unbind(), group, strict=True):
+            line.view(shape).copy_(value)
+        difference.sub_(stack.centres)
+        parts = difference.view(len(group), shape[0] if shape else 1, -1)
+        rows = torch.linalg.vector_norm(parts, dim=2).square_()
         totals = rows.sum(1).tolist()
-        parts = zip(group, totals, rows.unbind(), difference.abs_().unbind(), strict=True)
-        for (key, value, centre), total, squares, size in parts:
-            if math.isfinite(total):
-                elements = size.view(shape) if by_element else None
-                self._take(key, squares, total, elements)
+        is_finite = all(map(math.isfinite, totals))
+        size = difference.abs_() if by_element and is_finite else None
+        if is_finite and stack.rows is not None:
+            torch.maximum(stack.rows, rows, out=stack.rows)
+            if size is not None and stack.elements is not None:
+                torch.maximum(stack.elements, size, out=stack.elements)
+            for (key, _, _), total in zip(group, totals, strict=True):
+                self.total[key] = max(self.total[key], total)
+            return
+        if is_finite and not any(key in self.rows for key, _, _ in group):
+            size = None if size is None else size.clone()
+            stack.rows, stack.elements = rows, size
+        elif size is not None:
+            size = size.clone()
+        for at, ((key, value, centre), total) in enumerate(zip(group, totals, strict=True)):
+            if is_finite:
+                self._take(key, rows[at], total, None if size is None else size[at].view(shape))
             else:
                 self._add_one(key, value, centre, by_element)
 
+    def _work(self, count: int, elements: int) -> Tensor:
+        """Return memory to work in, float64 [count, elements]; overwritten by the next call.
+
+        Fresh memory takes longer than what is computed in it.
+        """
+        size = count * elements
+        if len(self._memory) < size:
+            self._memory = torch.empty(size, dtype=torch.float64)
+        return self._memory[:size].view(count, elements)
+
+    def _stack_of(self, group: Sequence[tuple[Key, Tensor, Tensor]]) -> _Stack:
+        """Return the stack of some tensors, made when they are first met together."""
+        keys = tuple(key for key, _, _ in group)
+        if keys not in self._stacks:
+            centres = stacked([centre for _, _, centre in group]).to(torch.float64)
+            self._stacks[keys] = _Stack(centres)
+        return self._stacks[keys]
+
     def _add_one(self, key: Key, value: Tensor, centre: Tensor, by_element: bool) -> None:
         """Take one tensor into the maxima."""
-        index, stage, name = key
-        expected = self.expected[index].get(stage, {}).get(name)
-        difference = finite_deviation(value, centre, expected)
-        squares = row_sums(
-            difference.square().reshape(value.shape + difference.shape[value.ndim :])
-        )
+        difference = as_real(value).to(torch.float64) - as_real(centre).to(torch.float64)
+        squares = _squares_by_row(difference, value)
+        if not math.isfinite(total := float(squares.sum())):
+            expected = self.expected[key[0]].get(key[1], {}).get(key[2])
+            difference = finite_deviation(value, centre, expected)
+            squares = _squares_by_row(difference, value)
+            total = float(squares.sum())
         by_element = by_element and not value.is_complex()
-        self._take(key, squares, float(squares.sum()), difference.abs_() if by_element else None)
+        self._take(key, squares, total, difference.abs_() if by_element else None)
 
     def _take(self, key: Key, squares: Tensor, total: float, size: Tensor | None) -> None:
         """Take squared errors by row, their sum, and absolute errors into the maxima."""
@@ -157,21 +219,50 @@ class Ensemble:
             self.rows[key], self.total[key] = squares, total
         if size is not None:
             known = self.elements.get(key)
-            self.elements[key] = size if known is None else torch.maximum(known, size)
+            if known is None:
+                self.elements[key] = size
+            else:
+                torch.maximum(known, size, out=known)
 
 
-def norm_rows(value: Tensor) -> Tensor:
-    """Return the norm of each dim-0 row, float64 [rows]."""
-    real = as_real(value).to(torch.float64)
-    flat = rows_of(real) if value.ndim else real.reshape(1, -1)
-    rows = flat.square().sum(dim=1).sqrt()
-    if bool(rows.isfinite().all()):
-        return rows
-    return flat.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).square().sum(dim=1).sqrt()
+def _squares_by_row(difference: Tensor, value: Tensor) -> Tensor:
+    """Return sums of squares by dim-0 row of `value`, whose complex entries are [..., 2]."""
+    parts = difference.reshape(value.shape[0] if value.ndim else 1, -1)
+    return torch.linalg.vector_norm(parts, dim=1).square_()
+
+
+@dataclass
+class Scale:
+    """The size of what a tensor was added up from.
+
+    Attributes:
+        rows: Norm of S by row, float64 [rows].
+        whole: `||S||`.
+        numel: Elements of the tensor.
+        is_finite: Whether all elements are; those that are not count nothing.
+    """
+
+    rows: Tensor
+    whole: float
+    numel: int
+    is_finite: bool
+
+    @classmethod
+    def of(cls, value: Tensor) -> Scale:
+        """Measure S, or what stands in for it."""
+        real = as_real(value).to(torch.float64)
+        flat = rows_of(real) if value.ndim else real.reshape(1, -1)
+        rows = torch.linalg.vector_norm(flat, dim=1)
+        whole = float(torch.linalg.vector_norm(rows))
+        if math.isfinite(whole):
+            return cls(rows, whole, value.numel(), True)
+        clean = flat.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        rows = torch.linalg.vector_norm(clean, dim=1)
+        return cls(rows, float(torch.linalg.vector_norm(rows)), value.numel(), False)
 
 
 def base_floor(
-    ensemble: Ensemble, key: Key, dtype: str, scale: Tensor, relative: float, usual: float = 0.0
+    ensemble: Ensemble, key: Key, dtype: str, scale: Scale, relative: float, usual: float = 0.0
 ) -> Floor:
     """Return the floor of one tensor from the runs and S alone.
 
@@ -184,30 +275,26 @@ def base_floor(
         ensemble: The runs.
         key: Which tensor.
         dtype: The case's dtype, or the tensor's where that is coarser.
-        scale: S, the shape of the tensor.
+        scale: S of the tensor.
         relative: Median relative floor of the stage, used for tensors of few elements.
         usual: Typical relative error of this tensor over the steps. Where one channel makes
             all of the noise, half a dozen draws can all be small; other steps say so.
     """
-    u = unit_roundoff(dtype)
-    scale_rows = norm_rows(scale)
-    whole = float(scale_rows.square().sum().sqrt())
+    u, whole, numel, count = unit_roundoff(dtype), scale.whole, scale.numel, len(scale.rows)
     seen = math.sqrt(ensemble.total.get(key, 0.0))
     noise = noise_floor([seen, min(usual * whole, MOST_RAISED * seen)], u, whole)
-    if scale.numel() <= FEW_ELEMENTS:
-        noise = max(noise, few_draws(scale.numel()) * relative * whole)
+    if numel <= FEW_ELEMENTS:
+        noise = max(noise, few_draws(numel) * relative * whole)
     own = ensemble.rows.get(key)
-    spread = few_draws(scale.numel() // max(len(scale_rows), 1))
-    rows = scale_rows * (2.0 * u)
+    spread = few_draws(numel // max(count, 1))
+    rows = scale.rows * max(2.0 * u, spread * noise / whole if whole > 0.0 else 0.0)
     if own is not None:
-        rows = torch.maximum(rows, own.sqrt())
-    if whole > 0.0:
-        rows = torch.maximum(rows, scale_rows * (spread * noise / whole))
-    if len(rows) and (scale.numel() <= FEW_ELEMENTS * len(rows) or noise > 0.1 * whole):
+        rows = torch.maximum(rows, own.sqrt(), out=rows)
+    if count and (numel <= FEW_ELEMENTS * count or noise > 0.1 * whole):
         # Above a tenth S is itself noise and cannot say which rows are noisy.
-        share = spread * noise / math.sqrt(len(rows))
+        share = spread * noise / math.sqrt(count)
         rows = torch.where(rows > 0, rows.clamp(min=share), rows)
-    return Floor(noise, rows, whole, scale_rows)
+    return Floor(noise, rows, whole, scale.rows)
 
 
 def few_draws(elements: int) -> float:
@@ -220,14 +307,15 @@ def few_draws(elements: int) -> float:
     return 1.0 + 1.0 / max(elements, 1)
 
 
-def median_relative(ensemble: Ensemble, scales: Mapping[Key, Tensor]) -> float:
+def median_relative(ensemble: Ensemble, scales: Mapping[Key, Scale]) -> float:
     """Return the median of error / ||S|| over the tensors of one stage and step."""
     found = [
-        math.sqrt(ensemble.total[key]) / norm
+        math.sqrt(ensemble.total[key]) / scale.whole
         for key, scale in scales.items()
-        if key in ensemble.total and (norm := float(as_real(scale).to(torch.float64).norm())) > 0
+        if key in ensemble.total and scale.is_finite and scale.whole > 0.0
     ]
-    return float(torch.tensor(found).median()) if found else 0.0
+    # The lower one of two in the middle.
+    return sorted(found)[(len(found) - 1) // 2] if found else 0.0
 
 
 def judge_usable(floor: Floor, dtype: str, value: Tensor, siblings_rms: float, place: str) -> None:
@@ -264,6 +352,6 @@ def rms(values: Iterable[Tensor]) -> float:
     total, count = 0.0, 0
     for value in values:
         real = as_real(value)
-        total += float(real.to(torch.float64).square().sum())
+        total += float(torch.linalg.vector_norm(real.to(torch.float64))) ** 2
         count += real.numel()
     return math.sqrt(total / count) if count else 0.0

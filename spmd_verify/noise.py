@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from spmd_verify.case import LoadedCase
-from spmd_verify.floor_table import FloorTable, Scales, follow_updates
+from spmd_verify.floor_table import COPIED_STAGES, FloorTable, Scales, follow_updates
 from spmd_verify.floors import Ensemble, Floor, Key, rms
 from spmd_verify.members import (
     Flipped,
@@ -50,6 +50,7 @@ REORDERED_STAGES: Final = (
     "buffers",
     "eval_outputs",
 )
+MEASURED_STAGES: Final = tuple(stage for stage in STAGES if stage not in COPIED_STAGES)
 BY_ELEMENT: Final = ("gradients", "optimizer_state", "parameters")
 # Enough to find the place; the rest follows from the first.
 SHOWN_ISLANDS: Final = 4
@@ -120,7 +121,7 @@ class _Ensembles:
 
     def add(self, member: Plain) -> None:
         """Run one member free and anchored and take it into both ensembles."""
-        self._add(member, STAGES, frozenset())
+        self._add(member, MEASURED_STAGES, frozenset())
 
     def add_reordered(self, member: Plain, buffers: frozenset[str]) -> None:
         """Take in a member that reorders the batch and changes some buffers."""
@@ -132,13 +133,17 @@ class _Ensembles:
     def _add(self, member: Plain, stages: Sequence[str], left_out: frozenset[str]) -> None:
         """Run one member and take the given stages of it."""
         watch = "module_outputs" in stages
-        run = self.device.run(member=member, with_module_outputs=watch)
-        self.free.add(run.steps, stages=stages, by_element=BY_ELEMENT, left_out=left_out)
+        options: dict[str, Any] = {"member": member, "with_module_outputs": watch, "is_brief": True}
         if self.device.case.steps > 1:
-            anchors = self.reference.run
-            run = self.device.run(member=member, anchors=anchors, with_module_outputs=watch)
+            run, anchored = self.device.run_both(self.reference.run, **options)
+            # Step 0 is the free run's.
             wanted = [stage for stage in stages if stage in ANCHORED_STAGES | CARRIED_STAGES]
-            self.anchored.add(run.steps, stages=wanted, by_element=BY_ELEMENT, left_out=left_out)
+            self.anchored.add(
+                anchored.steps, stages=wanted, by_element=BY_ELEMENT, left_out=left_out, first=1
+            )
+        else:
+            run = self.device.run(**options)
+        self.free.add(run.steps, stages=stages, by_element=BY_ELEMENT, left_out=left_out)
 
 
 def measure(device: SingleDevice, reference: Reference) -> Noise:
@@ -148,7 +153,7 @@ def measure(device: SingleDevice, reference: Reference) -> Noise:
     free = Ensemble(exact, reference.run.steps)
     anchored = Ensemble((reference.anchored or reference.run).steps, reference.run.steps)
     for ensemble in (free, anchored):
-        ensemble.add(reference.run.steps, stages=STAGES, by_element=BY_ELEMENT)
+        ensemble.add(reference.run.steps, stages=MEASURED_STAGES, by_element=BY_ELEMENT)
     ensembles = _Ensembles(device, reference, free, anchored)
     islands: dict[str, None] = {}
     rounded = [_rounded(case, i, islands) for i in range(FEWEST_ROUNDED)]
@@ -160,6 +165,7 @@ def measure(device: SingleDevice, reference: Reference) -> Noise:
     while len(legal) + len(rounded) < FEWEST_RUNS:
         rounded.append(_rounded(case, len(rounded), islands))
         ensembles.add(rounded[-1])
+    anchored.take_step(free, 0, ANCHORED_STAGES | CARRIED_STAGES)
     runs = [member.name for member, _ in legal] + [member.name for member in rounded]
     flips = follow_updates(free, scales, u).flips
     if any(flips):
@@ -167,15 +173,22 @@ def measure(device: SingleDevice, reference: Reference) -> Noise:
         # four times as far by another choice of signs.
         for name, share in (("all", 0), ("half", 1), ("other half", -1)):
             flipped = Flipped(f"flipped updates: {name}", flips, share)
-            free.add(device.run(member=flipped).steps, stages=STAGES, by_element=BY_ELEMENT)
+            run = device.run(member=flipped, is_brief=True)
+            free.add(run.steps, stages=MEASURED_STAGES, by_element=BY_ELEMENT)
             runs.append(flipped.name)
     place = f"computed in a coarser dtype: {next(iter(islands))}" if islands else ""
-    updates = follow_updates(free, scales, u)
-    floors = {
-        "free": FloorTable(free, scales, place, u, is_free=True).build(),
-        "anchored": FloorTable(anchored, scales, place, u, is_free=False).build(),
-    }
-    count = sum(int(mask.sum()) for mask in updates.undetermined.values())
+    table = FloorTable(free, scales, place, u, is_free=True)
+    found = table.build()
+
+    def is_anchored(step: int, stage: str, name: str) -> bool:
+        """Say whether the anchored run decides: step 0 is the free run's."""
+        return step > 0 and (
+            stage in ANCHORED_STAGES or found[step, stage, name].reason is not None
+        )
+
+    anchored_table = FloorTable(anchored, scales, place, u, is_free=False, is_wanted=is_anchored)
+    floors = {"free": found, "anchored": anchored_table.build()}
+    count = sum(int(mask.sum()) for mask in table.undetermined.values())
     return Noise(floors, tuple(runs), tuple(dropped), tuple(islands)[:SHOWN_ISLANDS], count)
 
 
@@ -211,54 +224,75 @@ def _reorderings(
             if isinstance(member, Split)
             else member
         )
+        check = _Legality(reference.anchored, tolerance, probe)
         try:
-            run = device.run(
-                in_float64=True, member=probe, anchors=reference.run, with_module_outputs=False
+            device.run(
+                in_float64=True,
+                member=probe,
+                anchors=reference.run,
+                with_module_outputs=False,
+                is_brief=True,
+                is_over=check,
             )
         except Exception as error:  # noqa: BLE001 - user code on a batch nobody tried
             dropped.append(
                 f"{member.name}: {error if isinstance(error, NotSeparable) else one_line(error)}"
             )
             continue
-        probed = probe.scales if isinstance(probe, SplitProbe) else []
-        why, buffers = _illegal(run, reference.anchored, probed, tolerance)
-        if why:
-            dropped.append(f"{member.name} changes the result: {why}")
+        if check.why:
+            dropped.append(f"{member.name} changes the result: {check.why}")
             continue
-        legal.append((member, buffers))
-        scales = probed or scales
+        legal.append((member, frozenset(check.buffers)))
+        scales = check.scales or scales
     return legal, dropped, scales
 
 
-def _illegal(
-    run: Trajectory, reference: Trajectory, scales: Scales, tolerance: float
-) -> tuple[str | None, frozenset[str]]:
-    """Compare a float64 reordering with the float64 reference.
+@dataclass
+class _Legality:
+    """Compares the steps of a float64 reordering with the float64 reference.
 
-    Returns:
-        What differs in loss or gradients, or None; and the buffers that differ, which alone
-        do not make a run illegal.
+    Attributes:
+        why: What differs in loss or gradients, the first such; None if nothing does.
+        buffers: The buffers that differ, which alone do not make a run illegal.
     """
-    buffers: set[str] = set()
-    for step, (record, expected) in enumerate(zip(run.steps, reference.steps, strict=True)):
+
+    reference: Trajectory
+    tolerance: float
+    probe: Plain
+    why: str | None = None
+    buffers: set[str] = field(default_factory=set)
+
+    @property
+    def scales(self) -> Scales:
+        """S of the steps so far, where the parts of the batch exist."""
+        return self.probe.scales if isinstance(self.probe, SplitProbe) else []
+
+    def __call__(self, step: int, record: StepRecord) -> bool:
+        """Compare one step; say whether the run is illegal."""
+        expected = self.reference.steps[step]
         typical = rms(expected["gradients"].values())
+        parts = self.scales[step] if self.scales else {}
         for stage in ("loss", "gradients", "buffers"):
             for name, centre in expected[stage].items():
                 value = record.get(stage, {}).get(name)
                 if value is None or value.shape != centre.shape:
-                    return f"{stage} {name} is absent in step {step}", frozenset()
-                scale = centre if not scales else scales[step].get(stage, {}).get(name, centre)
+                    self.why = f"{stage} {name} is absent in step {step}"
+                    return True
+                scale = parts.get(stage, {}).get(name, centre)
                 # Gradients that cancel to zero have no scale of their own.
                 small = 1e-3 * typical * centre.numel() ** 0.5 if stage == "gradients" else 0.0
-                allowed = tolerance * max(float(as_real(scale).to(torch.float64).norm()), small)
                 error = float(deviation(value, centre).norm())
-                if error <= allowed:
+                # S costs as much again: asked only where the smallest it can be is not enough.
+                if error <= self.tolerance * small:
                     continue
-                if stage == "buffers":
-                    buffers.add(name)
-                else:
-                    return f"{stage} {name} differs by {error:.1e} in step {step}", frozenset()
-    return None, frozenset(buffers)
+                whole = float(as_real(scale).to(torch.float64).norm())
+                if error <= self.tolerance * max(whole, small):
+                    continue
+                if stage != "buffers":
+                    self.why = f"{stage} {name} differs by {error:.1e} in step {step}"
+                    return True
+                self.buffers.add(name)
+        return False
 
 
 def exact_steps(reference: Reference, run: str) -> Sequence[StepRecord] | None:

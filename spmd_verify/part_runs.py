@@ -20,7 +20,8 @@ from spmd_verify.batches import cast_floating
 from spmd_verify.boundaries import Boundaries
 from spmd_verify.case import LoadedCase
 from spmd_verify.float64_mode import CaseDtypeDraws
-from spmd_verify.single import SingleDevice, observed_step
+from spmd_verify.single import SingleDevice
+from spmd_verify.stepped import observed_step
 from spmd_verify.store import Store
 from spmd_verify.trajectory import (
     StepRecord,

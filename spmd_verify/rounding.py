@@ -9,15 +9,19 @@ a float64 case are thus perturbed as float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from spmd_verify import rounded_layer_norm
 from spmd_verify.float64_mode import note_island
 
 # Operators whose floating results are rounded. Everything that moves, selects, masks or
@@ -88,11 +92,70 @@ TERM_DEVIATION: Final = 0.8
 # Share of elements moved. One in six by one ulp gives a variance of ulp^2 / 6, that of
 # stochastic rounding, which rounds each result up or down in proportion to its distance.
 MOVED_SHARE: Final = 1.0 / 6.0
-# Signs are drawn once and read from a random offset; drawing them per operator took two
-# thirds of the time of a perturbed step (measured on a 3-layer transformer, 2 cores).
+# Draws are made once per process and read from random offsets; also the elements that are
+# perturbed at once, so that what is read and written stays in the cache: a tensor of 2^19
+# elements took 4 times as long in one piece.
 _POOL_SIZE: Final = 1 << 16
+_POOL_SEED: Final = 20_11
+# Several results of one operator are perturbed in one call where they have at most so many
+# elements: beyond, copying them costs as much as the calls.
+SMALL: Final = 1 << 12
 # float16 overflows when values above 256 are squared.
 _SQUARABLE: Final = (torch.float32, torch.float64, torch.bfloat16)
+# Products of at least so many terms get the variances of their sums from row and column sums;
+# below, running the operator twice takes less time than the calls for those.
+MARGINAL_TERMS: Final = 1 << 20
+
+
+class _Plan(NamedTuple):
+    """What is done with one operator; decided once for each."""
+
+    name: str
+    is_decomposed: bool
+    is_cancelling: bool
+    is_adding: bool
+    is_rounding: bool
+    is_in_place: bool
+    is_product: bool
+
+
+_LAYER_NORM: Final[Mapping[str, Callable[..., Any]]] = {
+    "native_layer_norm": rounded_layer_norm.forward,
+    "native_layer_norm_backward": rounded_layer_norm.backward,
+}
+
+
+@lru_cache(maxsize=4096)
+def _plan(func: Any) -> _Plan:
+    """Return what is done with an operator."""
+    name = func.overloadpacket.__name__
+    return _Plan(
+        name=name,
+        is_decomposed=name in DECOMPOSED_OPERATORS,
+        is_cancelling=name in CANCELLING_OPERATORS,
+        is_adding=name in ADDING_OPERATORS,
+        is_rounding=name.rstrip("_") in ROUNDING_OPERATORS,
+        is_in_place=name.endswith("_"),
+        is_product=name in ("mm", "addmm"),
+    )
+
+
+@lru_cache(maxsize=16)
+def _sign_pool(dtype: torch.dtype, share: float) -> Tensor:
+    """Return entries of -u, 0 or u, of which a share is not 0, twice over, [2 * _POOL_SIZE]."""
+    draws = torch.rand(_POOL_SIZE, generator=torch.Generator().manual_seed(_POOL_SEED))
+    half = share / 2
+    signs = (draws < half).to(dtype) - (draws > 1 - half).to(dtype)
+    scaled = signs * (torch.finfo(dtype).eps / 2)
+    return torch.cat([scaled, scaled])
+
+
+@lru_cache(maxsize=16)
+def _normal_pool(dtype: torch.dtype) -> Tensor:
+    """Return normal draws with the deviation of one term's rounding, twice over, in `dtype`."""
+    draws = torch.randn(_POOL_SIZE, generator=torch.Generator().manual_seed(_POOL_SEED + 1))
+    scaled = draws.to(dtype) * (TERM_DEVIATION * torch.finfo(dtype).eps / 2)
+    return torch.cat([scaled, scaled])
 
 
 class RandomRounding(TorchDispatchMode):
@@ -112,11 +175,15 @@ class RandomRounding(TorchDispatchMode):
         super().__init__()
         self.islands: dict[str, None] = {}
         self._dtype = dtype
-        self._generator = torch.Generator().manual_seed(seed)
-        self._offset = 0
-        self._draw_pool = torch.rand(_POOL_SIZE, generator=self._generator)
-        self._pools: dict[tuple[torch.dtype, float], Tensor] = {}
-        self._normal_pools: dict[torch.dtype, Tensor] = {}
+        self._random = random.Random(seed)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Say that dynamo is not switched off and on around every operator.
+
+        It has nothing to compile here: torch.compile falls back to eager under such a mode.
+        """
+        return False
 
     def __torch_dispatch__(
         self,
@@ -127,28 +194,48 @@ class RandomRounding(TorchDispatchMode):
     ) -> Any:
         """Run one operator and perturb its floating results in place."""
         named = dict(kwargs or {})
-        name = func.overloadpacket.__name__
-        if name in DECOMPOSED_OPERATORS:
+        plan = _plan(func)
+        if plan.is_decomposed:
+            own = _LAYER_NORM.get(plan.name)
+            if own is not None and not named and self._is_usual(args):
+                return own(self, *args)
             with self:
                 return decomposition_table[func](*args, **named)
-        if name in CANCELLING_OPERATORS:
-            moved = [self._moved(value) for value in args[:MOVED_OPERANDS]]
+        if plan.is_cancelling:
+            moved = [self.moved(value) for value in args[:MOVED_OPERANDS]]
             args = (*moved, *args[MOVED_OPERANDS:])
         result = func(*args, **named)
         note_island(self.islands, func, result, self._dtype)
-        if name in ADDING_OPERATORS and self._perturb_terms(func, args, named, result):
+        if plan.is_adding and self._perturb_terms(func, args, named, result, plan.is_product):
             return result
-        if name.rstrip("_") in ROUNDING_OPERATORS:
-            written = args[0] if result is None or name.endswith("_") else result
+        if plan.is_rounding:
+            written = args[0] if result is None or plan.is_in_place else result
             if isinstance(written, Tensor):
                 self._perturb(written)
             elif isinstance(written, (tuple, list)):
-                for entry in written:
-                    if isinstance(entry, Tensor):
-                        self._perturb(entry)
+                self._perturb_all([entry for entry in written if isinstance(entry, Tensor)])
         return result
 
-    def _moved(self, value: Any) -> Any:
+    def _is_usual(self, args: Sequence[Any]) -> bool:
+        """Say whether all tensors have the case's dtype, computed in itself, and hold anything."""
+        return self._dtype in (torch.float32, torch.float64) and all(
+            value.dtype is self._dtype and value.numel() > 0
+            for value in args
+            if isinstance(value, Tensor)
+        )
+
+    def rounded(self, value: Tensor) -> Tensor:
+        """Return a result that rounds, perturbed in place."""
+        self._perturb(value)
+        return value
+
+    def total(self, value: Tensor, dims: list[int], *, keepdim: bool) -> Tensor:
+        """Return a sum, perturbed by what rounding its terms does."""
+        found = value.sum(dims, keepdim=keepdim)
+        self._add_steps(found, value.square().sum(dims, keepdim=keepdim).sqrt_())
+        return found
+
+    def moved(self, value: Any) -> Any:
         """Return a perturbed copy of a floating tensor; anything else unchanged."""
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
@@ -157,7 +244,12 @@ class RandomRounding(TorchDispatchMode):
         return moved
 
     def _perturb_terms(
-        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        result: Any,
+        is_product: bool,
     ) -> bool:
         """Move the results of a sum by what rounding its terms does, in place.
 
@@ -169,57 +261,130 @@ class RandomRounding(TorchDispatchMode):
         outputs = [value for value in results if isinstance(value, Tensor)]
         if not all(value.dtype in _SQUARABLE for value in outputs) or "beta" in kwargs:
             return False
+        if is_product and not kwargs and len(args) <= 3 and _num_terms(args) >= MARGINAL_TERMS:
+            self._add_steps(result, *_deviations(args))
+            return True
         squares = func(*[_squared(value) for value in args], **kwargs)
         for value, square in zip(
             results, squares if isinstance(squares, tuple) else (squares,), strict=True
         ):
             if isinstance(value, Tensor) and value.numel():
-                step = self._draws(value.numel(), value.dtype).reshape(value.shape)
-                step = step * square.sqrt_()
-                step.masked_fill_(value == value.round(), 0.0)
-                value.add_(step)
+                self._add_steps(value, square.sqrt_())
         return True
+
+    def _add_steps(self, value: Tensor, deviation: Tensor, columns: Tensor | None = None) -> None:
+        """Add normal draws of a deviation to all elements that are not whole numbers, in place.
+
+        Args:
+            value: What is moved, any shape.
+            deviation: In units of one term's rounding; the shape of `value`, or a column per
+                row, [rows, 1].
+            columns: Then the other factor of the deviations, [columns].
+        """
+        # Infinite ones stay what they are: a finite step times 0 is 0.
+        deviation.clamp_(max=torch.finfo(value.dtype).max)
+        rows = math.prod(value.shape[1:])
+        size = max(_POOL_SIZE // max(rows, 1), 1) if value.ndim else 1
+        pieces = value.split(size) if value.ndim else (value,)
+        for piece, part in zip(
+            pieces, deviation.split(size) if value.ndim else (deviation,), strict=True
+        ):
+            step = part * self._draws(piece.shape, value.dtype)
+            if columns is not None:
+                step.mul_(columns)
+            piece.addcmul_(step, piece.round().ne_(piece))
+
+    def _perturb_all(self, values: Sequence[Tensor]) -> None:
+        """Perturb several results of one operator, small ones of one dtype together, in place."""
+        small: dict[torch.dtype, list[Tensor]] = {}
+        for value in values:
+            if value.dtype.is_floating_point and value.numel() <= SMALL:
+                small.setdefault(value.dtype, []).append(value)
+            else:
+                self._perturb(value)
+        for group in small.values():
+            flat = torch.cat([value.reshape(-1) for value in group])
+            self._perturb(flat)
+            moved = flat.split([value.numel() for value in group])
+            for value, new in zip(group, moved, strict=True):
+                value.copy_(new.view(value.shape))
 
     def _perturb(self, value: Tensor, share: float = MOVED_SHARE) -> None:
         """Move a share of the elements to a neighbouring value, in place.
 
-        Integers keep their value: sums of counts and positions are exact.
+        Whole numbers keep their value: sums of counts and positions are exact.
         """
-        if value.is_complex():
+        if value.dtype.is_complex:
             value = torch.view_as_real(value)
-        if not value.is_floating_point() or not value.numel():
+        if not value.dtype.is_floating_point or not value.numel():
             return
-        signs = self._signs(value.numel(), value.dtype, share).reshape(value.shape)
+        if value.numel() <= _POOL_SIZE:
+            self._perturb_piece(value, share)
+        elif (flat := _flat_view(value)) is not None:
+            for piece in flat.split(_POOL_SIZE):
+                self._perturb_piece(piece, share)
+        else:
+            for piece in value:
+                self._perturb(piece, share)
+
+    def _perturb_piece(self, value: Tensor, share: float) -> None:
+        """Perturb at most _POOL_SIZE elements, in place."""
+        signs = self._from(_sign_pool(value.dtype, share), value.shape)
+        largest = torch.finfo(value.dtype).max
         # Adding x * (eps / 2) rounds to the next value, or the one after a power of two.
-        step = value * signs
-        step.masked_fill_(value == value.round(), 0.0)
-        value.add_(step)
+        # Infinite elements stay what they are: a finite number times 0 is 0.
+        moves = value.round().ne_(value).mul_(signs)
+        value.addcmul_(value.clamp(-largest, largest), moves)
 
-    def _signs(self, count: int, dtype: torch.dtype, share: float) -> Tensor:
-        """Return `count` entries of -u, 0 or u, [count], of which a share is not 0."""
-        if (dtype, share) not in self._pools:
-            draws, half = self._draw_pool, share / 2
-            signs = (draws < half).to(dtype) - (draws > 1 - half).to(dtype)
-            scaled = signs * (torch.finfo(dtype).eps / 2)
-            self._pools[dtype, share] = torch.cat([scaled, scaled])
-        return self._from(self._pools[dtype, share], count)
+    def _draws(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return normal draws with the deviation of one term's rounding, of a shape."""
+        return self._from(_normal_pool(dtype), shape)
 
-    def _draws(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Return `count` normal draws with the deviation of one term's rounding, [count]."""
-        if dtype not in self._normal_pools:
-            draws = torch.randn(_POOL_SIZE, generator=self._generator)
-            scaled = draws.to(dtype) * (TERM_DEVIATION * torch.finfo(dtype).eps / 2)
-            self._normal_pools[dtype] = torch.cat([scaled, scaled])
-        return self._from(self._normal_pools[dtype], count)
-
-    def _from(self, pool: Tensor, count: int) -> Tensor:
-        """Return the next `count` entries of a doubled pool, [count]."""
-        # An odd stride through the pool: no two operators of a step see the same signs.
-        self._offset = (self._offset + 40503) % _POOL_SIZE
+    def _from(self, pool: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return entries of a doubled pool from a random place, of a shape."""
+        count, offset = math.prod(shape), int(self._random.random() * _POOL_SIZE)
         if count > _POOL_SIZE:
             turns = -(-count // _POOL_SIZE)
-            return pool[self._offset : self._offset + _POOL_SIZE].repeat(turns)[:count]
-        return pool[self._offset : self._offset + count]
+            found = pool[offset : offset + _POOL_SIZE].repeat(turns)[:count]
+        else:
+            found = pool[offset : offset + count]
+        return found.view(shape)
+
+
+def _num_terms(args: Sequence[Any]) -> int:
+    """Return how many products `mm` or `addmm` adds up."""
+    left, right = args[-2:]
+    return int(left.shape[0] * left.shape[1] * right.shape[1])
+
+
+def _deviations(args: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return factors of the deviations of a product's elements, [rows, 1] and [columns].
+
+    The variance of element (i, j) is the sum over k of (a_ik b_kj)^2. Its sums along rows and
+    columns cost a matrix-vector product each; their outer product over the total has the same
+    sums, so that the expected error of every row, every column and the whole is the same. It
+    is the variance itself where one operand's squares are alike over k or over its other dim.
+
+    Args:
+        args: Of `mm` or `addmm` with factors of 1; an added tensor is one more term.
+    """
+    left, right = args[-2].square(), args[-1].square()
+    rows, columns = left @ right.sum(1), left.sum(0) @ right
+    if len(args) > 2:
+        added = args[0].square().broadcast_to(len(rows), len(columns))
+        rows, columns = rows + added.sum(1), columns + added.sum(0)
+    tiny = torch.finfo(rows.dtype).tiny
+    shares = columns / columns.sum().clamp(min=tiny)
+    return rows.sqrt_().unsqueeze(1), shares.sqrt_()
+
+
+def _flat_view(value: Tensor) -> Tensor | None:
+    """Return all elements of a tensor as one dim in the order of memory, or None."""
+    if value.is_contiguous():
+        return value.view(-1)
+    order = sorted(range(value.ndim), key=value.stride, reverse=True)
+    ordered = value.permute(order)
+    return ordered.view(-1) if ordered.is_contiguous() else None
 
 
 @contextmanager

@@ -1,69 +1,28 @@
 """Run a case on one device: the reference, its float64 twin, and every perturbed run.
 
-All tensors are global. What a case offers is used here and in `members` only: `build_model`,
-`optimizer`, `batch`, `split`, `batch_dims`, `step`, `loss`, `factory_mode`, `seed_step`,
-`dtype`, `steps`, `hooks.step` (see `case.LoadedCase`).
+All tensors are global. What a case offers is used here, in `stepped` and in `members` only:
+`build_model`, `optimizer`, `batch`, `split`, `batch_dims`, `step`, `loss`, `factory_mode`,
+`seed_step`, `dtype`, `steps`, `hooks.step` (see `case.LoadedCase`).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from spmd_verify import refusals
-from spmd_verify.batches import TARGETS, cast_floating
 from spmd_verify.case import LoadedCase
 from spmd_verify.float64_mode import CaseDtypeDraws
-from spmd_verify.model_build import cast_module, evaluating
-from spmd_verify.observe import Observer
-from spmd_verify.trajectory import (
-    StepRecord,
-    Trajectory,
-    first_difference,
-    flatten,
-    hyper_parameters,
-    model_snapshot,
-    named_buffers,
-    named_parameters,
-    parameter_groups,
-    restore,
-    restore_hyper_parameters,
-    snapshot,
-)
+from spmd_verify.model_build import cast_module
+from spmd_verify.stepped import Modes, SteppedModel, eval_outputs, evaluates_after
+from spmd_verify.trajectory import StepRecord, Trajectory, first_difference
 from spmd_verify.user_code import one_line
-
-
-class Member(Protocol):
-    """One member of the ensemble: how its run differs from the reference's."""
-
-    name: str
-
-    def batch(self, batch: Any, step: int) -> Any:
-        """Return the batch this member feeds, from the global one."""
-        ...
-
-    def around(self, step: int) -> AbstractContextManager[Any]:
-        """Return the context its step runs in."""
-        ...
-
-    def step(self, case: LoadedCase, index: int) -> Callable[..., StepRecord] | None:
-        """Return `(model, optimizer, batch) -> record` instead of the case's step, or None."""
-        ...
-
-    def before(self, model: nn.Module, step: int) -> None:
-        """Look at the model before its step."""
-        ...
-
-    def after(self, model: nn.Module, step: int) -> None:
-        """Change the model after its step."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -92,12 +51,14 @@ class SingleDevice:
     Attributes:
         case: The case.
         draws: False once the reference is known to draw no random numbers in its steps.
+        can_branch: Whether steps are known to use nothing of earlier ones that is not restored.
         twin: The case in float64.
-        evaluation: Gives the context of an eval forward.
+        evaluation: Gives the context of an eval forward of `run`.
     """
 
     case: LoadedCase
     draws: bool = field(default=True, init=False)
+    can_branch: bool = field(default=False, init=False)
     evaluation: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext, init=False)
     _pristine: nn.Module | None = field(default=None, init=False)
     _can_copy: bool = field(default=True, init=False)
@@ -135,115 +96,94 @@ class SingleDevice:
     def run(
         self,
         *,
-        in_float64: bool = False,
-        member: Member | None = None,
         anchors: Trajectory | None = None,
-        modes: Callable[[int], AbstractContextManager[Any]] | None = None,
-        with_module_outputs: bool = True,
         steps: int | None = None,
+        is_over: Callable[[int, StepRecord], bool] | None = None,
+        **options: Any,
     ) -> Trajectory:
         """Run the case's steps.
 
         Args:
-            in_float64: Cast model and batches, draw in the case's dtype.
-            member: How this run is perturbed.
             anchors: A free run; every step n >= 1 starts from its state after step n - 1.
-            modes: Context for each step, by its index.
-            with_module_outputs: Whether to hook every module.
             steps: Fewer steps than the case's.
+            is_over: Given every step, says whether the rest need not be run.
+            options: `in_float64`, and of `SteppedModel`.
         """
+        run = self._started(**options)
+        for index in range(steps or self.case.steps):
+            if anchors is not None and index > 0:
+                run.restore(anchors, index)
+            record = run.step(index)
+            if is_over is not None and is_over(index, record):
+                break
+            if evaluates_after(run.case, index) and anchors is None:
+                with self.evaluation():
+                    eval_outputs(run.case, run.model)
+        if anchors is None and steps is None:
+            with self.evaluation():
+                run.evaluate()
+        return run.trajectory
+
+    def run_both(self, anchors: Trajectory, **options: Any) -> tuple[Trajectory, Trajectory]:
+        """Run the case's steps free and anchored: `run` without and with `anchors`.
+
+        Where nothing but what is restored carries over from step to step, the anchored steps
+        follow in the same model, and step 0, which both have, is run once.
+        """
+        if not self.can_branch:
+            return self.run(**options), self.run(anchors=anchors, **options)
+        run = self._started(**options)
+        for index in range(self.case.steps):
+            run.step(index)
+        run.evaluate()
+        free = run.branch()
+        for index in range(1, self.case.steps):
+            run.restore(anchors, index)
+            run.step(index)
+        return free, run.trajectory
+
+    def repeats(self, known: Trajectory) -> bool:
+        """Run every step once more, out of order, each from its own state.
+
+        Returns:
+            Whether everything is that of `known` bit for bit. If so, the case is
+            deterministic, and its steps use nothing of earlier ones that is not restored: no
+            counter, no average in a closure, no gradient left over.
+        """
+        run, last = self._started(), self.case.steps - 1
+        # Of two steps the second is run twice, so that one of them is out of its place.
+        order = [0, *range(last, 0, -1), *([1] if last == 1 else [])]
+        try:
+            for index in order:
+                if index > 0:
+                    run.restore(known, index)
+                run.step(index)
+            run.restore(known, last + 1)
+        except Exception:  # noqa: BLE001 - user code in an order its author never tried
+            return False
+        run.evaluate()
+        again = run.trajectory.steps
+        outputs = {"eval_outputs": again[-1].pop("eval_outputs")}
+        expected = [
+            {stage: seen for stage, seen in known.steps[index].items() if stage != "eval_outputs"}
+            for index in order
+        ]
+        expected.append({"eval_outputs": known.steps[last]["eval_outputs"]})
+        return first_difference(expected, [*again, outputs]) is None
+
+    def _started(
+        self, *, in_float64: bool = False, modes: Modes | None = None, **options: Any
+    ) -> SteppedModel:
+        """Return a freshly built model to step."""
         case = self.twin if in_float64 else self.case
         model, optimizer = self.build(in_float64=in_float64)
-        trajectory = Trajectory(aliases=aliases_of(model))
-        names = {id(tensor): name for name, tensor in named_parameters(model)[0].items()}
-        trajectory.groups = parameter_groups(names, optimizer)
-        initial = model_snapshot(model)
-        for index in range(steps or case.steps):
-            if anchors is not None and index > 0:
-                restore(model, optimizer, anchors.steps[index - 1])
-                restore_hyper_parameters(optimizer, anchors.hyper_parameters[index])
-            trajectory.hyper_parameters.append(hyper_parameters(optimizer))
-            batch = cast_floating(case.batch(index), case.dtype)
-            if member is not None:
-                batch = member.batch(batch, index)
-                member.before(model, index)
-            case.seed_step(index)
-            with ExitStack() as stack:
-                if in_float64 and self.draws and self.case.dtype != torch.float64 and not modes:
-                    stack.enter_context(CaseDtypeDraws(self.case.dtype))
-                stack.enter_context(modes(index) if modes else nullcontext())
-                stack.enter_context(member.around(index) if member else nullcontext())
-                own = member.step(case, index) if member else None
-                step = own or observed_step(case, with_module_outputs)
-                record = step(model, optimizer, batch)
-            trajectory.random_states.append(torch.get_rng_state())
-            if member is not None:
-                member.after(model, index)
-            trajectory.steps.append({**record, **snapshot(model, optimizer)})
-            if evaluates_after(case, index) and anchors is None:
-                with self.evaluation():
-                    eval_outputs(case, model)
-        trajectory.steps[0]["initial_state"] = {**initial["parameters"], **initial["buffers"]}
-        if anchors is None and steps is None:
-            self._evaluate(case, model, trajectory)
-        return trajectory
+        if in_float64 and self.draws and self.case.dtype != torch.float64 and not modes:
+            modes = self._draw_as_case
+        return SteppedModel(case, model, optimizer, modes=modes, **options)
 
-    def _evaluate(self, case: LoadedCase, model: nn.Module, trajectory: Trajectory) -> None:
-        """Add `eval_outputs` of step 0's inputs to the last step."""
-        try:
-            with self.evaluation():
-                outputs = eval_outputs(case, model)
-        except Exception as error:  # noqa: BLE001 - the user's forward may raise anything
-            trajectory.notes.append(f"the eval forward raised {one_line(error)}")
-            outputs = {}
-        trajectory.steps[-1]["eval_outputs"] = outputs
-
-
-def observed_step(
-    case: LoadedCase, with_module_outputs: bool = True
-) -> Callable[[nn.Module, Any, Any], StepRecord]:
-    """Return the case's step as the reference runs it: observed, gradients in backward order."""
-
-    def step(model: nn.Module, optimizer: Any, batch: Any) -> StepRecord:
-        with Observer(
-            model, optimizer, order_gradients=True, with_module_outputs=with_module_outputs
-        ) as observer:
-            for name, tensor in labels(case, batch):
-                observer.add("inputs", name, tensor)
-            loss = case.step(model, optimizer, batch)
-        observer.add_loss(loss)
-        return observer.record
-
-    return step
-
-
-def labels(case: LoadedCase, batch: Any) -> Iterator[tuple[str, Tensor]]:
-    """Give the targets of a batch by path: what forward is not given."""
-    for path, leaf in zip(case.leaf_paths, pytree.tree_leaves(batch), strict=True):
-        if isinstance(leaf, Tensor) and (path == TARGETS or path.startswith(f"{TARGETS}.")):
-            yield path, leaf
-
-
-def eval_outputs(case: LoadedCase, model: nn.Module) -> dict[str, Tensor]:
-    """Run one eval forward on step 0's inputs; the model is in the mode it was in afterwards.
-
-    The seed is the one of the step after the last.
-    """
-    args, kwargs, _ = case.split(cast_floating(case.batch(0), case.dtype))
-    case.seed_step(case.steps)
-    with evaluating(model), torch.no_grad(), case.factory_mode():
-        output = model(*args, **kwargs)
-    return {path: tensor.detach().clone() for path, tensor in flatten(output, "model")}
-
-
-def evaluates_after(case: LoadedCase, step: int) -> bool:
-    """Say whether an eval forward follows a step of free runs: the override `between=eval`."""
-    return case.overrides.get("between") == "eval" and step < case.steps - 1
-
-
-def aliases_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return the other names of tied parameters and shared buffers, by first name."""
-    return {**named_parameters(model)[1], **named_buffers(model)[1]}
+    def _draw_as_case(self, _index: int) -> AbstractContextManager[Any]:
+        """Return the context in which a float64 step draws the case's random numbers."""
+        return CaseDtypeDraws(self.case.dtype)
 
 
 def make_reference(case: LoadedCase) -> tuple[SingleDevice, Reference]:
@@ -259,17 +199,16 @@ def make_reference(case: LoadedCase) -> tuple[SingleDevice, Reference]:
     device.draws = _draws(case, run)
     if case.dtype == torch.float64:
         return device, Reference(run, run, run)
-    exact, absent, islands = _in_float64(device, run)
-    if exact is None:
-        return device, Reference(run, None, None, absent)
-    anchored, absent, _ = _in_float64(device, run, anchors=run)
-    if anchored is None:
-        return device, Reference(run, None, None, absent)
-    return device, Reference(run, exact, anchored, None, islands)
+    exact, anchored, absent, islands = _in_float64(device, run)
+    return device, Reference(run, exact, anchored, absent, islands)
 
 
 def _check_deterministic(device: SingleDevice, run: Trajectory) -> None:
     """Run once more; a model that differs only when copied is built each time from now on."""
+    if device.case.overrides.get("between") != "eval":
+        device.can_branch = device.repeats(run)
+        if device.can_branch:
+            return
     difference = first_difference(run.steps, device.run().steps)
     if difference is not None and device._can_copy:
         device._can_copy = False
@@ -299,11 +238,11 @@ def _check_finite(case: LoadedCase, run: Trajectory) -> None:
 
 
 def _in_float64(
-    device: SingleDevice, run: Trajectory, anchors: Trajectory | None = None
-) -> tuple[Trajectory | None, str | None, tuple[str, ...]]:
-    """Return a float64 run, or why there is none, and the islands met.
+    device: SingleDevice, run: Trajectory
+) -> tuple[Trajectory | None, Trajectory | None, str | None, tuple[str, ...]]:
+    """Return the float64 runs, free and anchored, or why there are none, and the islands met.
 
-    The proof that it drew the same numbers is the generator state after every step.
+    The proof that they drew the same numbers is the generator state after every step.
     """
     islands: dict[str, None] = {}
 
@@ -313,13 +252,14 @@ def _in_float64(
         return mode
 
     try:
-        exact = device.run(in_float64=True, anchors=anchors, modes=modes)
+        exact, anchored = device.run_both(run, in_float64=True, modes=modes)
     except Exception as error:  # noqa: BLE001 - user code in a dtype its author never tried
-        return None, f"the float64 run raised {one_line(error)}", ()
-    for step, (left, right) in enumerate(zip(exact.random_states, run.random_states, strict=True)):
-        if not torch.equal(left, right):
-            return None, f"step {step}: {_first_other_draw(device, step)}", ()
-    return exact, None, tuple(islands)
+        return None, None, f"the float64 run raised {one_line(error)}", ()
+    for step, expected in enumerate(run.random_states):
+        states = exact.random_states[step], anchored.random_states[step]
+        if not all(torch.equal(state, expected) for state in states):
+            return None, None, f"step {step}: {_first_other_draw(device, step)}", ()
+    return exact, anchored, None, tuple(islands)
 
 
 def _first_other_draw(device: SingleDevice, step: int) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -69,6 +70,7 @@ class Trajectory:
     notes: list[str] = field(default_factory=list)
 
 
+@lru_cache(maxsize=1 << 14)
 def normalised(name: str) -> str:
     """Return a module or parameter name without the parts that wrappers add.
 

@@ -23,7 +23,7 @@ from spmd_verify.forcing import Forcing
 from spmd_verify.layouts import region
 from spmd_verify.measure import Statistics
 from spmd_verify.runner.dumping import DumpTaker
-from spmd_verify.single import evaluates_after
+from spmd_verify.stepped import evaluates_after
 from spmd_verify.store import Store
 from spmd_verify.styles.base import Observation, Observed, Style, StyleContext, StyleRun
 from spmd_verify.trajectory import hyper_parameters, restore_hyper_parameters

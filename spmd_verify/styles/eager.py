@@ -25,7 +25,7 @@ from spmd_verify.naming import Names
 from spmd_verify.observe import Observer, positional_names
 from spmd_verify.parts import WHOLE, rank_part
 from spmd_verify.seeding import seed_all
-from spmd_verify.single import labels
+from spmd_verify.stepped import labels
 from spmd_verify.styles.base import Observation, Observed, StyleContext
 from spmd_verify.styles.gathering import Places, gathered, places
 from spmd_verify.styles.inference import Ambiguous, infer

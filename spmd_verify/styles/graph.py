@@ -32,7 +32,7 @@ from spmd_verify.garbage import collecting_later
 from spmd_verify.layouts import is_partial, reduce_op
 from spmd_verify.model_build import evaluating
 from spmd_verify.observe import observed
-from spmd_verify.single import labels
+from spmd_verify.stepped import labels
 from spmd_verify.styles.base import Observation, Observed, StyleContext
 from spmd_verify.trajectory import (
     flatten,
