@@ -20,7 +20,13 @@ from spmd_verify.norms import (
     stacked,
 )
 from spmd_verify.trajectory import StepRecord
-from spmd_verify.verdict import limit, noise_floor, unit_roundoff, usable_floor
+from spmd_verify.verdict import (
+    limit,
+    noise_floor,
+    too_few_decided,
+    unit_roundoff,
+    usable_floor,
+)
 
 Key = tuple[int, str, str]  # step, stage, name
 
@@ -63,6 +69,10 @@ class Floor:
     undetermined_rows: Tensor | None = None
     undetermined_elements: int = 0
     reason: str | None = None
+
+    def decides(self, count: int) -> bool:
+        """Say whether the floor tells right from wrong in a tensor of `count` elements."""
+        return self.reason is None and not too_few_decided(self.undetermined_elements, count)
 
 
 @dataclass

@@ -29,6 +29,7 @@ from spmd_verify.verdict import (
     cell_verdict,
     limit,
     row_verdict,
+    too_few_decided,
 )
 
 # Stages a style may leave out: nothing is concluded from their absence.
@@ -313,7 +314,7 @@ class _Judging:
         decided = whole if loud is None else float(merged.squares[~loud].sum().sqrt())
         count = math.prod(entry.shape)
         reason = floor.reason
-        if 2 * floor.undetermined_elements >= count > 0:
+        if too_few_decided(floor.undetermined_elements, count):
             reason = (
                 f"only rounding decides the update of {floor.undetermined_elements} of {count} "
                 f"elements: their gradients are zero within noise; a probe with SGD would decide"

@@ -182,8 +182,9 @@ def measure(device: SingleDevice, reference: Reference) -> Noise:
 
     def is_anchored(step: int, stage: str, name: str) -> bool:
         """Say whether the anchored run decides: step 0 is the free run's."""
+        count = exact[step][stage][name].numel()
         return step > 0 and (
-            stage in ANCHORED_STAGES or found[step, stage, name].reason is not None
+            stage in ANCHORED_STAGES or not found[step, stage, name].decides(count)
         )
 
     anchored_table = FloorTable(anchored, scales, place, u, is_free=False, is_wanted=is_anchored)

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from spmd_verify.errors import InternalError
-from spmd_verify.floors import Floor
+from spmd_verify.floors import Floor, Key
 from spmd_verify.layouts import Region, take_region
 from spmd_verify.mapped import MappedTensors
 from spmd_verify.noise import Noise, exact_steps
@@ -243,7 +243,7 @@ def _entry(
         )
         for run in RUNS
         if (floor := noise.floors[run].get((step, stage, name))) is not None
-        and (run == "free" or _is_anchored(noise, step, stage, name))
+        and (run == "free" or _is_anchored(noise, (step, stage, name), value.numel()))
     }
     return Entry(
         step=step,
@@ -258,13 +258,14 @@ def _entry(
     )
 
 
-def _is_anchored(noise: Noise, step: int, stage: str, name: str) -> bool:
+def _is_anchored(noise: Noise, key: Key, count: int) -> bool:
     """Say whether the anchored run is compared in a tensor; see `verdict.CARRIED_STAGES`."""
+    step, stage, _ = key
     if step == 0 or stage not in CARRIED_STAGES:
         return step > 0 and stage in ANCHORED_STAGES
-    free, anchored = (noise.floors[run].get((step, stage, name)) for run in RUNS)
-    has_none = free is not None and free.reason is not None
-    return has_none and anchored is not None and anchored.reason is None
+    free, anchored = (noise.floors[run].get(key) for run in RUNS)
+    has_none = free is not None and not free.decides(count)
+    return has_none and anchored is not None and anchored.decides(count)
 
 
 def _has_signal(
@@ -297,7 +298,7 @@ def _add_exact(
     if not is_rounding(value) or stage in ("initial_state", "inputs"):
         return
     for run in RUNS:
-        if run == "anchored" and not _is_anchored(noise, step, stage, name):
+        if run == "anchored" and not _is_anchored(noise, (step, stage, name), value.numel()):
             continue
         steps = exact_steps(reference, run)
         exact = steps[step].get(stage, {}).get(name) if steps else None

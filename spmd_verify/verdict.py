@@ -125,6 +125,11 @@ def noise_floor(errors: Iterable[float], roundoff: float, scale: float) -> float
     return max([2.0 * roundoff * scale, *errors])
 
 
+def too_few_decided(undetermined: int, count: int) -> bool:
+    """Say whether rounding alone decides half or more of `count` elements."""
+    return 2 * undetermined >= count > 0
+
+
 def row_verdict(
     *,
     is_equal: bool,

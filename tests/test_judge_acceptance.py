@@ -20,6 +20,8 @@ from judging import (
 )
 from judging_cases import make_case
 
+from spmd_verify.floor_table import FloorTable
+
 FAULTED = {
     "mlp": "net.0.weight",
     "transformer": "q.weight",
@@ -152,6 +154,29 @@ def test_where_the_free_run_decides_nothing_the_anchored_one_does(bench: Benches
     free = judged.device.run(member=CLEAN["contraction in 2"])
     (row,) = failing(judge_runs(judged.store, free, anchored))
     assert row.startswith("anchored 2 optimizer_state head.weight.exp_avg")
+
+
+def test_parameters_that_only_the_free_run_leaves_undecided_are_judged_anchored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chaos may set most elements of a parameter apart; one step from the reference decides."""
+    build, key = FloorTable.build, (2, "parameters", "net.0.weight")
+
+    def chaotic(table: FloorTable) -> Any:
+        found = build(table)
+        if table.is_free:
+            found[key].undetermined_elements = 24 * 12 - 1
+        return found
+
+    monkeypatch.setattr(FloorTable, "build", chaotic)
+    judged = Bench(make_case("mlp", dtype="float32", optimizer="adamw"), tmp_path)
+
+    (row,) = (
+        r for r in judged.judge(CLEAN["contraction in 2"]).rows if (r.step, r.stage, r.name) == key
+    )
+
+    assert (row.run, row.verdict) == ("anchored", "rounding")
+    assert "only rounding decides" in row.unknown["free_run"]
 
 
 def test_bfloat16_candidates_pass_and_faults_are_seen(bench: Benches) -> None:
