@@ -53,9 +53,7 @@ def capture(
             operator cannot be traced; names the user's line.
     """
     shape_env = ValuedShapeEnv()
-    fake_mode = FakeTensorMode(
-        allow_non_fake_inputs=True, shape_env=shape_env, static_shapes=True
-    )
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env, static_shapes=True)
     fakes = [_fake(fake_mode, v, shapes(i) if shapes else None) for i, v in enumerate(world.values)]
     recorder = Recorder(fake_mode, world, fetch)
     with ExitStack() as stack:

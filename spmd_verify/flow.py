@@ -47,9 +47,9 @@ class Flow:
 
     @cached_property
     def first_open(self) -> int:
-        """Return the first boundary in doubt, or summand, that the module around never recovers from.
+        """Return the first boundary in doubt that the module around never recovers from.
 
-        One that is followed by what is right in the same module does not matter (a summand
+        A summand is one too. One that is followed by what is right does not matter (a summand
         without its bias, heads in another order), nor one in a module that can be fed where it
         is left.
         """

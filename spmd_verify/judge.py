@@ -316,7 +316,7 @@ class _Judging:
         if 2 * floor.undetermined_elements >= count > 0:
             reason = (
                 f"only rounding decides the update of {floor.undetermined_elements} of {count} "
-                f"elements: their gradients are zero within noise; a probe with SGD would decide"
+                f"elements: their gradients are zero within noise; a probe with SGD decides"
             )
         return Fit(
             error=decided,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -212,10 +213,8 @@ def value_before(exhibit: Exhibit, name: str, initial: Tensor) -> Tensor:
 
 def _times_text(k: float, exhibit: Exhibit) -> str:
     """Say that a multiple is one less than an axis size."""
-    for axis in exhibit.wide_axes:
-        if abs(k - (exhibit.axes[axis] - 1)) < 1e-3:
-            return f" = (ranks of {axis} - 1)"
-    return ""
+    axes = [axis for axis in exhibit.wide_axes if abs(k - (exhibit.axes[axis] - 1)) < 1e-3]
+    return f" = (ranks of {' or '.join(axes)} - 1)" if axes else ""
 
 
 def excess_of(exhibit: Exhibit, row: Row) -> Tensor | None:
@@ -335,7 +334,7 @@ def _counted_term(exhibit: Exhibit, row: Row, excess: float, tolerance: float) -
             continue
         times = 1.0 + excess / term.value
         said, axis = meaning(times, 2.0 * tolerance / abs(term.value), exhibit.axes)
-        if not said or abs(times - 1.0) < 1e-6:
+        if not said or abs(times - 1.0) < 1e-6 or not _is_count(times, exhibit):
             continue
         reached = [name for name, g in term.gradients.items() if bool(g.any())]
         names = [name for name in affected(exhibit) if name in reached] or affected(exhibit)
@@ -346,6 +345,13 @@ def _counted_term(exhibit: Exhibit, row: Row, excess: float, tolerance: float) -
         tensors = [row.name, *names]
         return cause("additive", text, tensors=tensors, ranks=row.ranks, axis=axis)
     return None
+
+
+def _is_count(times: float, exhibit: Exhibit) -> bool:
+    """Say whether a term may count so often: one number is close to some fraction anyway."""
+    most = max(8, math.prod(exhibit.axes.values()))
+    ratio = Fraction(times).limit_denominator(most)
+    return abs(ratio.numerator) <= most
 
 
 def explained(exhibit: Exhibit, row: Row) -> str | None:
