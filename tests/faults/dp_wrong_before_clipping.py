@@ -1,4 +1,4 @@
-"""Data parallelism that clips by hand, by the norm of all gradients. One of them is wrong before it:
+"""Data parallelism that clips by hand, by the norm of all gradients. One is wrong before it:
 a layer is divided by the ranks twice, or the learnt temperature is never reduced. The norm is wrong
 with it, so that every gradient is, and the factor of the others is not the fault.
 Class: https://github.com/deepspeedai/DeepSpeed/pull/5259
