@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 import torch
@@ -12,7 +12,9 @@ from torch import Tensor
 from spmd_verify.causes.gradients import left_by
 from spmd_verify.causes.patterns import MOST_SLICES
 from spmd_verify.causes.words import cause, listed, meaning, names_of, number
+from spmd_verify.compare import layouts
 from spmd_verify.exhibit import Exhibit, subsets
+from spmd_verify.layouts import Coordinate, Region, is_sharded, region, take_region
 from spmd_verify.record import Cause, Row
 from spmd_verify.trajectory import named_parameters
 
@@ -253,17 +255,33 @@ def _partial_before(exhibit: Exhibit, row: Row) -> tuple[str, tuple[str, ...], s
 
 
 def partial_over(exhibit: Exhibit, row: Row) -> tuple[tuple[str, ...], str] | None:
-    """Return the axes over which ranks' outputs add up to the reference, if any do."""
+    """Return the axes over which ranks' outputs add up to the reference, if any do.
+
+    Along other axes they may be parts of it.
+    """
     held = exhibit.locals(row)
     if (row.run, row.step, row.stage, row.name) not in exhibit.by_key or len(held) < 2:
         return None
-    whole = exhibit.reference(row)
-    if any(local.shape != whole.shape for local in held.values()):
-        return None
-    tolerance = 4.0 * exhibit.tolerance(row)
-    if all(float((local - whole).norm()) <= tolerance for local in held.values()):
-        return None
-    for axes in subsets(exhibit.wide_axes):
+    for layout in layouts(row.shape, exhibit.shape):
+        parts = {at: region(row.shape, layout, exhibit.shape, at) for at in held}
+        if any(parts[at].shape != tuple(local.shape) for at, local in held.items()):
+            continue
+        cut = {a for a, each in zip(exhibit.axes, layout, strict=True) if is_sharded(each)}
+        found = _summed_over(exhibit, row, parts, [a for a in exhibit.wide_axes if a not in cut])
+        if found is not None:
+            return found if found[0] else None
+    return None
+
+
+def _summed_over(
+    exhibit: Exhibit, row: Row, parts: Mapping[Coordinate, Region], free: Sequence[str]
+) -> tuple[tuple[str, ...], str] | None:
+    """Return the axes of `free` over which sums are the ranks' parts; none where all are right."""
+    held, tolerance = exhibit.locals(row), 4.0 * exhibit.tolerance(row)
+    due = {at: take_region(exhibit.reference(row), part) for at, part in parts.items()}
+    if all(float((held[at] - due[at]).norm()) <= tolerance for at in held):
+        return (), ""
+    for axes in subsets(free):
         sums = dict(held)
         for axis in axes:
             sums = {
@@ -275,7 +293,7 @@ def partial_over(exhibit: Exhibit, row: Row) -> tuple[tuple[str, ...], str] | No
             continue
         count = math.prod(exhibit.axes[axis] for axis in axes)
         for how, divisor in (("SUM", 1.0), ("MEAN", float(count))):
-            if all(float((s / divisor - whole).norm()) <= tolerance for s in sums.values()):
+            if all(float((s / divisor - due[at]).norm()) <= tolerance for at, s in sums.items()):
                 return axes, how
     return None
 
