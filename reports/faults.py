@@ -97,6 +97,8 @@ def held(name: str, due: dict[str, Any], cell: Any) -> dict[str, Any]:
     unsaid = [word for word in due.get("mentions", []) if str(word) not in report]
     if unsaid:
         wrong.append("mentions")
+    if any(word in report for word in due.get("never", [])):
+        wrong.append("never")
     return {
         **found,
         "stage": first.stage if first else "",

@@ -187,4 +187,9 @@ class Search:
     def _left(self, place: int, own: set[str], fed_at: int | None = None) -> set[str]:
         """Return what of that is still wrong when the reference is fed in there, or elsewhere."""
         outcome = self.outcome(place if fed_at is None else fed_at)
-        return self._due(place, own) & (outcome.wrong | outcome.off)
+        left = self._due(place, own) & (outcome.wrong | outcome.off)
+        losses = {name for name, row in self.rows.items() if row.stage == "loss"}
+        if self.flow.is_forward and losses and not losses & outcome.wrong:
+            # A rank's share of the loss is no part of the reference: the loss itself decides.
+            left -= {b.key for b in self.flow.boundaries if b.finding == "doubtful"}
+        return left

@@ -8,10 +8,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -76,6 +77,7 @@ class Exhibit:
         run: Of the first divergence.
         step: Likewise.
         experiments: What other runs told: whether the cell passes there, None if unknown.
+        is_unclipped: Whether a clipping by hand has been divided out of the gradients.
     """
 
     case: LoadedCase
@@ -88,6 +90,7 @@ class Exhibit:
     run: str
     step: int
     experiments: Mapping[str, bool | None] = field(default_factory=dict)
+    is_unclipped: bool = False
 
     def __post_init__(self) -> None:
         """Index the rows."""
@@ -106,6 +109,11 @@ class Exhibit:
             for r in self.rows
             if r.stage == stage and r.step == at and r.verdict == _MISMATCH and self.is_known(r)
         ]
+
+    def mismatches_of_numbers(self, step: int) -> list[Row]:
+        """Return the hyper-parameters that differ before a step."""
+        rows = (r for r in self.rows if r.stage == "inputs" and r.step == step)
+        return [r for r in rows if r.verdict == _MISMATCH and not self.is_known(r)]
 
     def stage_rows(self, stage: str, step: int | None = None) -> list[Row]:
         """Return all rows of a stage of the step."""
@@ -203,6 +211,25 @@ class Exhibit:
                 return None
             put_region(value, part, local)
         return None if bool(value.isnan().any()) else value
+
+    def divided(self, factors: Mapping[Coordinate, float]) -> Exhibit:
+        """Return the exhibit with every rank's gradients divided by a factor of its own."""
+        other = replace(self, is_unclipped=True)
+        for row in self.stage_rows("gradients"):
+            key = (row.run, row.step, row.stage, row.name)
+            held = self.locals(row).items()
+            other._locals[key] = {at: local / factors[at] for at, local in held}
+        return other
+
+    def settle(self, stage: str, names: Iterable[str]) -> None:
+        """Note that tensors of the step are right after all."""
+        known = set(names)
+        self.rows = [
+            msgspec.structs.replace(r, verdict=str(Verdict.ROUNDING))
+            if r.stage == stage and r.step == self.step and r.name in known
+            else r
+            for r in self.rows
+        ]
 
     def copies_differ(self, row: Row) -> bool:
         """Say whether ranks that should hold the same part do not."""

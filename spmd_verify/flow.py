@@ -49,7 +49,7 @@ class Flow:
     def first_open(self) -> int:
         """Return the first boundary in doubt that the module around never recovers from.
 
-        One that is followed by what is right in the same module does not matter (a summand
+        A summand is one too. One that is followed by what is right does not matter (a summand
         without its bias, heads in another order), nor one in a module that can be fed where it
         is left.
         """
@@ -64,7 +64,7 @@ class Flow:
             around = _parent(boundary.module)
             exits = (last_exit.get(module, -1) for module in _around(around) if module != ROOT)
             recovered = max(last_right.get(around, -1), *exits, -1)
-            if boundary.finding == "doubtful" and recovered < i:
+            if boundary.finding in ("doubtful", "summand") and recovered < i:
                 return i
         return len(self.boundaries)
 

@@ -317,7 +317,7 @@ class _Judging:
         if too_few_decided(floor.undetermined_elements, count):
             reason = (
                 f"only rounding decides the update of {floor.undetermined_elements} of {count} "
-                f"elements: their gradients are zero within noise; a probe with SGD would decide"
+                f"elements: their gradients are zero within noise; a probe with SGD decides"
             )
         return Fit(
             error=decided,

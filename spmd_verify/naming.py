@@ -92,6 +92,17 @@ class Names:
             for tensor in group["params"]
         )
 
+    def held(self, model: nn.Module, optimizer: Any) -> int:
+        """Count the parameters of the model that the optimizer steps."""
+        members = {id(tensor) for tensor in model.parameters()}
+        stepped = {
+            id(tensor)
+            for single in optimizers_of(optimizer)
+            for group in single.param_groups
+            for tensor in group["params"]
+        }
+        return len(members & stepped)
+
     def _module_name(self, raw: str, module: nn.Module) -> str:
         """Return what a module was called, or its path where it is new."""
         known = self._modules.get(id(module))

@@ -379,6 +379,55 @@ def test_a_summand_inside_a_module_that_sums_later_is_not_blamed() -> None:
     assert flow.module_at(place) == "c"
 
 
+def test_a_sum_that_is_missing_in_front_of_a_residual_is_found_where_it_is_missing() -> None:
+    # Both rows need it: what is fed inside the block repairs the branch and not the residual.
+    findings = {
+        "model.out": "right",
+        "head.out": "right",
+        "head.in": "summand",
+        "block.out": "summand",
+        "block.up.out": "wrong",
+        "block.up.in": "doubtful",
+        "block.norm.out": "wrong",
+        "block.in": "doubtful",
+        "stem.out": "doubtful",
+    }
+    flow = Flow("gradients", chain(findings))
+    names = ("block.up.weight", "stem.weight")
+    rows = {n: Row(name=n, stage="gradients", step=0, verdict="mismatch") for n in names}
+
+    def fed(keys: list[str]) -> Outcome:
+        if "head|in|" in keys or "block|out|" in keys:
+            return Outcome(frozenset(), frozenset())
+        wrong = {"stem.weight"} - (
+            {"stem.weight"} if keys[-1] in ("block|in|", "stem|out|") else set()
+        )
+        if "block.up|out|" not in keys:
+            wrong.add("block.up.weight")
+        return Outcome(frozenset(wrong), frozenset({"block.up|out|"}))
+
+    search = Search(flow, rows, fed, lambda: True)
+    place = search.place()
+
+    assert place is not None
+    assert flow.boundaries[place].finding == "summand"
+    assert search.others(place) == []
+
+
+def test_a_share_of_the_loss_that_the_model_returns_is_not_blamed_for_it() -> None:
+    findings = {"a.in": "right", "a.out": "wrong", "b.out": "wrong", "model.out": "doubtful"}
+    flow = Flow("values", chain(findings))
+    rows = loss_row()
+
+    def fed(keys: list[str]) -> Outcome:
+        wrong = frozenset(() if "a|out|" in keys else rows)
+        return Outcome(wrong, frozenset({"a|out|", "model|out|"}))
+
+    search = Search(flow, rows, fed, lambda: True)
+
+    assert search.place() == 1
+
+
 def test_nothing_to_feed_is_said() -> None:
     flow = Flow("values", chain({"a.out": "unknown"}))
 

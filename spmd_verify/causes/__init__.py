@@ -78,6 +78,7 @@ STATE: Final[Sequence[Hypothesis]] = (
 PARAMETERS: Final[Sequence[Hypothesis]] = (
     updates.frozen_moved,
     updates.without_gradient,
+    updates.rate_in_step,
     updates.stale,
     updates.optimizer_on_shards,
     updates.partly_stale,
@@ -114,6 +115,9 @@ def find(exhibit: Exhibit, row: Row) -> Cause | None:
     """Return the cause of the first divergence, None where no hypothesis holds."""
     if not exhibit.is_known(row) and row.stage != "inputs":
         return state.only_here(exhibit, row)
+    before = clips.unclipped(exhibit) if row.stage == "gradients" else None
+    if before is not None:
+        return _before_clipping(*before, row)
     others = [r for r in exhibit.mismatches(row.stage) if r.name != row.name]
     others.sort(key=lambda r: -math.prod(r.shape))
     for tested in (row, *others[:MOST_OTHERS]):
@@ -124,6 +128,18 @@ def find(exhibit: Exhibit, row: Row) -> Cause | None:
                 _extend(exhibit, tested, hypothesis, found)
                 return found
     return None
+
+
+def _before_clipping(exhibit: Exhibit, left: list[Row], clipped: str, row: Row) -> Cause:
+    """Return the cause of the gradients that are wrong before a clipping that scales all."""
+    names = words.names_of(left)
+    found = find(exhibit, left[0])
+    if found is None:
+        text = f"no known cause fits {words.listed(names)}"
+        found = words.cause("unexplained", text, tensors=names, ranks=row.ranks)
+    found.text = f"before clipping: {found.text}; the other gradients are {clipped}"
+    found.tensors.extend(name for name in names if name not in found.tensors)
+    return found
 
 
 def _extend(exhibit: Exhibit, row: Row, hypothesis: Hypothesis, found: Cause) -> None:

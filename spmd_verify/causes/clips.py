@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Final
+
 import torch
 
 from spmd_verify.causes.gradients import counted, factor_of, spread
 from spmd_verify.causes.words import cause, listed, meaning, names_of, number
 from spmd_verify.exhibit import Exhibit
-from spmd_verify.layouts import take_region
+from spmd_verify.layouts import Coordinate, take_region
 from spmd_verify.record import Cause, Row
+
+# Gradients whose factors differ by no more than this share are clipped by the same norm.
+_FACTOR_NOISE: Final = 1e-5
 
 
 def clip_factor(exhibit: Exhibit) -> float | None:
@@ -18,6 +24,8 @@ def clip_factor(exhibit: Exhibit) -> float | None:
     differ by one factor below 1.
     """
     torchs = exhibit.store.entry(exhibit.step, "clipping", "clip_factor")
+    if exhibit.is_unclipped:
+        return None
     if torchs is not None:
         # The candidate's gradients are read after a clipping of its own where it shows none.
         is_shown = any(exhibit.locals(r) for r in exhibit.stage_rows("clipping"))
@@ -93,6 +101,80 @@ def _rank_factors(exhibit: Exhibit, row: Row) -> dict[int, float] | None:
                 return None
             found[exhibit.rank_of(at)] = k
     return found if len(found) > 1 and spread(list(found.values())) > 1e-4 else None
+
+
+def unclipped(exhibit: Exhibit) -> tuple[Exhibit, list[Row], str] | None:
+    """Divide a wrong clipping by hand out of the gradients, where some are wrong before it too.
+
+    Returns:
+        The exhibit before clipping, the gradients that are wrong in it, and what to say of the
+        clipping. None where no factor, or one factor alone, explains the gradients.
+    """
+    right = clip_factor(exhibit)
+    if right is None:
+        return None
+    groups: list[tuple[dict[Coordinate, float], list[Row]]] = []
+    rows = exhibit.mismatches("gradients")
+    for row in rows:
+        found = _all_factors(exhibit, row)
+        if found is None:
+            continue
+        same = (rows for known, rows in groups if _is_alike(known, found))
+        group = next(same, None)
+        if group is None:
+            groups.append((found, [row]))
+        else:
+            group.append(row)
+    factors, scaled = max(groups, key=lambda each: len(each[1]), default=({}, []))
+    if len(scaled) < 2 or len(factors) < len(exhibit.dump.ranks):
+        return None
+    before = exhibit.divided(factors)
+    left = [row for row in before.mismatches("gradients") if not _is_right(before, row)]
+    if not left:
+        return None
+    before.settle("gradients", [row.name for row in rows if row not in left])
+    shift = right if exhibit.store.entry(exhibit.step, "clipping", "clip_factor") else 1.0
+    shown = {exhibit.rank_of(at): number(k / shift) for at, k in factors.items()}
+    times = ", ".join(f"rank {rank}: {k} x" for rank, k in shown.items())
+    if len(set(shown.values())) == 1:
+        times = f"{next(iter(shown.values()))} x"
+    text = f"{times} the reference after clipping, as their norm is clipped with the others"
+    return before, left, text
+
+
+def _is_right(exhibit: Exhibit, row: Row) -> bool:
+    """Say whether every rank's tensor is its part of the reference."""
+    held, whole = exhibit.locals(row), exhibit.reference(row)
+    return all(
+        float((held[at] - take_region(whole, part)).norm()) <= 4.0 * exhibit.tolerance(row)
+        for part, coordinates in exhibit.regions(row).items()
+        for at in coordinates
+    )
+
+
+def _all_factors(exhibit: Exhibit, row: Row) -> dict[Coordinate, float] | None:
+    """Return the factor of every rank's tensor; None where one is no multiple or too short."""
+    held, whole = exhibit.locals(row), exhibit.reference(row)
+    found: dict[Coordinate, float] = {}
+    for part, coordinates in exhibit.regions(row).items():
+        due = take_region(whole, part)
+        power = float(due.square().sum())
+        if due.numel() < 2 or not power:
+            return None
+        for at in coordinates:
+            k = float((held[at] * due).sum()) / power
+            off = float((held[at] - k * due).norm())
+            if not k or off > 4.0 * exhibit.tolerance(row) * max(1.0, abs(k)):
+                return None
+            found[at] = k
+    return found
+
+
+def _is_alike(left: Mapping[Coordinate, float], right: Mapping[Coordinate, float]) -> bool:
+    """Say whether two gradients have the same factors."""
+    return left.keys() == right.keys() and all(
+        abs(left[at] / k - 1.0) <= _FACTOR_NOISE for at, k in right.items()
+    )
 
 
 def clipped_before_reduction(exhibit: Exhibit, row: Row) -> Cause | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -11,7 +12,9 @@ from torch import Tensor
 from spmd_verify.causes.gradients import left_by
 from spmd_verify.causes.patterns import MOST_SLICES
 from spmd_verify.causes.words import cause, listed, meaning, names_of, number
+from spmd_verify.compare import layouts
 from spmd_verify.exhibit import Exhibit, subsets
+from spmd_verify.layouts import Coordinate, Region, is_sharded, region, take_region
 from spmd_verify.record import Cause, Row
 from spmd_verify.trajectory import named_parameters
 
@@ -212,10 +215,8 @@ def value_before(exhibit: Exhibit, name: str, initial: Tensor) -> Tensor:
 
 def _times_text(k: float, exhibit: Exhibit) -> str:
     """Say that a multiple is one less than an axis size."""
-    for axis in exhibit.wide_axes:
-        if abs(k - (exhibit.axes[axis] - 1)) < 1e-3:
-            return f" = (ranks of {axis} - 1)"
-    return ""
+    axes = [axis for axis in exhibit.wide_axes if abs(k - (exhibit.axes[axis] - 1)) < 1e-3]
+    return f" = (ranks of {' or '.join(axes)} - 1)" if axes else ""
 
 
 def excess_of(exhibit: Exhibit, row: Row) -> Tensor | None:
@@ -254,17 +255,33 @@ def _partial_before(exhibit: Exhibit, row: Row) -> tuple[str, tuple[str, ...], s
 
 
 def partial_over(exhibit: Exhibit, row: Row) -> tuple[tuple[str, ...], str] | None:
-    """Return the axes over which ranks' outputs add up to the reference, if any do."""
+    """Return the axes over which ranks' outputs add up to the reference, if any do.
+
+    Along other axes they may be parts of it.
+    """
     held = exhibit.locals(row)
     if (row.run, row.step, row.stage, row.name) not in exhibit.by_key or len(held) < 2:
         return None
-    whole = exhibit.reference(row)
-    if any(local.shape != whole.shape for local in held.values()):
-        return None
-    tolerance = 4.0 * exhibit.tolerance(row)
-    if all(float((local - whole).norm()) <= tolerance for local in held.values()):
-        return None
-    for axes in subsets(exhibit.wide_axes):
+    for layout in layouts(row.shape, exhibit.shape):
+        parts = {at: region(row.shape, layout, exhibit.shape, at) for at in held}
+        if any(parts[at].shape != tuple(local.shape) for at, local in held.items()):
+            continue
+        cut = {a for a, each in zip(exhibit.axes, layout, strict=True) if is_sharded(each)}
+        found = _summed_over(exhibit, row, parts, [a for a in exhibit.wide_axes if a not in cut])
+        if found is not None:
+            return found if found[0] else None
+    return None
+
+
+def _summed_over(
+    exhibit: Exhibit, row: Row, parts: Mapping[Coordinate, Region], free: Sequence[str]
+) -> tuple[tuple[str, ...], str] | None:
+    """Return the axes of `free` over which sums are the ranks' parts; none where all are right."""
+    held, tolerance = exhibit.locals(row), 4.0 * exhibit.tolerance(row)
+    due = {at: take_region(exhibit.reference(row), part) for at, part in parts.items()}
+    if all(float((held[at] - due[at]).norm()) <= tolerance for at in held):
+        return (), ""
+    for axes in subsets(free):
         sums = dict(held)
         for axis in axes:
             sums = {
@@ -276,7 +293,7 @@ def partial_over(exhibit: Exhibit, row: Row) -> tuple[tuple[str, ...], str] | No
             continue
         count = math.prod(exhibit.axes[axis] for axis in axes)
         for how, divisor in (("SUM", 1.0), ("MEAN", float(count))):
-            if all(float((s / divisor - whole).norm()) <= tolerance for s in sums.values()):
+            if all(float((s / divisor - due[at]).norm()) <= tolerance for at, s in sums.items()):
                 return axes, how
     return None
 
@@ -335,7 +352,7 @@ def _counted_term(exhibit: Exhibit, row: Row, excess: float, tolerance: float) -
             continue
         times = 1.0 + excess / term.value
         said, axis = meaning(times, 2.0 * tolerance / abs(term.value), exhibit.axes)
-        if not said or abs(times - 1.0) < 1e-6:
+        if not said or abs(times - 1.0) < 1e-6 or not _is_count(times, exhibit):
             continue
         reached = [name for name, g in term.gradients.items() if bool(g.any())]
         names = [name for name in affected(exhibit) if name in reached] or affected(exhibit)
@@ -346,6 +363,13 @@ def _counted_term(exhibit: Exhibit, row: Row, excess: float, tolerance: float) -
         tensors = [row.name, *names]
         return cause("additive", text, tensors=tensors, ranks=row.ranks, axis=axis)
     return None
+
+
+def _is_count(times: float, exhibit: Exhibit) -> bool:
+    """Say whether a term may count so often: one number is close to some fraction anyway."""
+    most = max(8, math.prod(exhibit.axes.values()))
+    ratio = Fraction(times).limit_denominator(most)
+    return abs(ratio.numerator) <= most
 
 
 def explained(exhibit: Exhibit, row: Row) -> str | None:

@@ -174,7 +174,8 @@ def uniform_factor(exhibit: Exhibit, row: Row) -> Cause | None:
     right = [r.name for r in exhibit.stage_rows(row.stage) if r.name not in names]
     only = " only" if right else ""
     why = f": {said}" if said else ""
-    remedy = f" (divide by {axis} once)" if axis and k > 1.0 else ""
+    alike = [a for a, size in exhibit.axes.items() if axis and size == exhibit.axes[axis]]
+    remedy = f" (divide by {' or '.join(alike)} once)" if axis and k > 1.0 else ""
     text = f"{listed(names)}{only}: {number(k)} x the reference{why}{remedy}"
     return cause(
         "factor", text, residual=exhibit.multiple(row, left), tensors=names, factor=k, axis=axis,

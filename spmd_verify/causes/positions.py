@@ -30,10 +30,13 @@ def position(exhibit: Exhibit, row: Row) -> Cause | None:
         (wrong if off else right).extend(exhibit.rank_of(at) for at in coordinates)
     if wrong and right and min(right) == 0:
         rows = _rows_of(exhibit, row, regions, tolerance)
+        over = ", ".join(exhibit.wide_axes)
+        why = f"positions, masks or offsets there are not the global ones, but local to {over}"
+        if all(exhibit.is_data_axis(axis) for axis in exhibit.wide_axes):
+            why = f"it depends on the rank, as an index or a label does that is local to {over}"
         text = (
             f"{row.name} is right on {ranks_text(right)} and wrong on {ranks_text(wrong)}{rows}: "
-            f"positions, masks or offsets start anew on every rank of "
-            f"{', '.join(exhibit.wide_axes)} instead of going on"
+            f"{why}"
         )
         tensors = [row.name, *affected(exhibit)]
         return cause("position", text, tensors=tensors, ranks=sorted(wrong))

@@ -45,6 +45,35 @@ def without_gradient(exhibit: Exhibit, row: Row) -> Cause | None:
     return cause("unused", text, tensors=names, ranks=row.ranks)
 
 
+def rate_in_step(exhibit: Exhibit, row: Row) -> Cause | None:
+    """`inputs`: some ranks set another learning rate within the step; the next step shows it."""
+    before = before_step(exhibit, row)
+    if before is None:
+        return None
+    held, whole = exhibit.locals(row), exhibit.reference(row)
+    for rate in exhibit.mismatches_of_numbers(row.step + 1):
+        seen = rate.worst
+        if rate.name.rpartition(".")[2] != "lr" or seen is None or not seen.expected:
+            continue
+        k = seen.actual / seen.expected
+        off = []
+        for part, coordinates in exhibit.regions(row).items():
+            start = take_region(before, part)
+            right = take_region(whole, part) - start
+            for at in coordinates:
+                times = k if exhibit.rank_of(at) in rate.ranks else 1.0
+                off.append(left_by(held[at] - start, right, times))
+        if off and max(off) <= 4.0 * exhibit.tolerance(row) * max(1.0, abs(k)):
+            names = names_of(exhibit.mismatches("parameters"))
+            text = (
+                f"{rate.name} is {seen.actual:.9g} after the step on {ranks_text(rate.ranks)}, "
+                f"expected {seen.expected:.9g}, and the update of {listed(names)} is as many times "
+                f"({number(k)} x) the reference's there: it is set within the step"
+            )
+            return cause("inputs", text, tensors=[rate.name, row.name], ranks=rate.ranks, factor=k)
+    return None
+
+
 def _unmoved(exhibit: Exhibit, row: Row) -> bool:
     """Say whether the candidate still has the parameter of the step before."""
     found, before = exhibit.assembled(row), before_step(exhibit, row)
@@ -65,12 +94,17 @@ def stale(exhibit: Exhibit, row: Row) -> Cause | None:
     rows = [r for r in exhibit.mismatches("parameters") if _unmoved(exhibit, r)]
     names = names_of([row, *rows])
     foreign = exhibit.fact("foreign")
-    why = (
-        f": the optimizer holds {foreign} tensors that are not the model's parameters (it was "
-        f"built before they were replaced)"
-        if foreign
-        else ": the update never reaches the model"
+    right = [r for r in exhibit.stage_rows("parameters") if r.name not in names]
+    # Parameters that move though the optimizer holds none are written by the style itself.
+    is_written = not exhibit.fact("held") and any(
+        r.name in exhibit.store.index.trainable for r in right
     )
+    why = ": the update never reaches the model"
+    if foreign and not is_written:
+        why = (
+            f": the optimizer holds {foreign} tensors that are not the model's parameters (it was "
+            f"built before they were replaced)"
+        )
     text = f"{listed(names)} unchanged by the step while the gradients are right{why}"
     return cause("stale", text, tensors=names, ranks=row.ranks)
 
@@ -254,7 +288,7 @@ def _is_shardwise(exhibit: Exhibit, row: Row) -> bool:
 def scaled_update(exhibit: Exhibit, row: Row) -> Cause | None:
     """`factor`: the update is k times the reference's."""
     found, whole, before = exhibit.assembled(row), exhibit.reference(row), before_step(exhibit, row)
-    if found is None or before is None:
+    if found is None or before is None or exhibit.copies_differ(row):
         return None
     right, own = whole - before, found - before
     power = float(right.square().sum())

@@ -243,6 +243,7 @@ class EagerRun:
                 "is_per_rank": self.recipe.is_per_rank,
                 "optimizer_steps": self.optimizer_steps,
                 "foreign": self.names.foreign(self.model, self.optimizer),
+                "held": self.names.held(self.model, self.optimizer),
                 "optimizers": [type(single).__name__ for single in self.optimizers()],
                 "layouts": {name: describe(layout) for name, (layout, _) in self.layouts.items()},
             },
