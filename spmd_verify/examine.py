@@ -67,6 +67,14 @@ class Examination:
             self.cell.first_divergence = self.cell.cause = None
             self.cell.verdict = str(Verdict.ROUNDING)
             return ExamineReport(self.encoded())
+        if first.step > self.exhibit.step:
+            # The dump ends before it: the controller asks again, with a longer one.
+            self.cell.cause = first.cause
+            self.cell.first_divergence = FirstDivergence(
+                step=first.step, stage=first.stage, tensor=first.name
+            )
+            mark_downstream(self.cell.tensors, first)
+            return ExamineReport(self.encoded())
         found = self.reported_value(first) or causes.find(self.exhibit, first)
         found = per_rank.relabel(self.exhibit, self.cell, first, found)
         wanted = ""

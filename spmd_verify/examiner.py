@@ -86,9 +86,21 @@ class Examiner:
                 self.run.progress.note(f"{cell.id}: the examination failed: {answered.message}")
                 return cell
             report = decode(answered[0], ExamineReport)
-            if not report.wanted:
-                return decode(report.judged, Cell)
-            experiments[report.wanted] = self._experiment(spec, report.wanted)
+            if report.wanted:
+                experiments[report.wanted] = self._experiment(spec, report.wanted)
+                continue
+            cell = decode(report.judged, Cell)
+            later = cell.first_divergence
+            if later is None or later.step <= again.last_step:
+                return cell
+            # All of that step is right after all; what differs next is in none of the dumps.
+            again = msgspec.structs.replace(again, last_step=later.step)
+            experiments = {}
+            # A replay has dumped all steps.
+            answer = self.run.runner.run_cell(again) if replay is None else replay
+            if isinstance(answer, Failure):
+                self.run.progress.note(f"{cell.id}: no cause was looked for: {answer.reason}")
+                return cell
 
     def _near_ties(self, spec: CellSpec, cell: Cell) -> list[Tie]:
         """Return the near ties of the cell's reference, found once for all its cells."""

@@ -12,14 +12,18 @@ pytestmark = pytest.mark.dist
 
 # One of each family that runs in a few seconds; every file holds faults and corrected twins.
 SAMPLE = (
+    "clean_dp_clipped_by_hand",
     "clean_dp_owner_updates",
     "clean_mp_heads_permuted",
     "clean_st_zero_by_owner",
     "dp_label_counts_per_rank",
     "dp_penalty_on_first_rank",
+    "dp_rate_set_in_step",
     "dp_schedule_steps_once_per_rank",
+    "dp_wrong_before_clipping",
     "mp_padded_width",
     "mp_sp_norm_weights",
+    "mp_summands_on_two_axes",
     "mp_vocab_offset",
     "st_flat_offsets",
     "st_lars_local_trust",
