@@ -305,8 +305,17 @@ class Exhibit:
     @cached_property
     def part_records(self) -> dict[Coordinate, StepRecord]:
         """Return what one device computes on each rank's part; ranks whose part fails lack."""
+        return self._of_parts(in_float64=True)
+
+    @cached_property
+    def rounded_part_records(self) -> dict[Coordinate, StepRecord]:
+        """Return the same in the case's dtype."""
+        return self._of_parts(in_float64=False)
+
+    def _of_parts(self, *, in_float64: bool) -> dict[Coordinate, StepRecord]:
+        """Return one device's step on each rank's part."""
         distinct, owner = self._by_part
-        records = {key: self.runs.record(part) for key, part in distinct.items()}
+        records = {k: self.runs.record(part, in_float64=in_float64) for k, part in distinct.items()}
         found = {at: records[key] for at, key in owner.items()}
         return {at: record for at, record in found.items() if record is not None}
 

@@ -74,17 +74,21 @@ class PartRuns:
         """Prepare builds."""
         self.device = SingleDevice(self.case)
 
-    def record(self, batch: Any, draws: CaseDtypeDraws | None = None) -> StepRecord | None:
-        """Return everything of one step on a batch, float64; None where it cannot be run.
+    def record(
+        self, batch: Any, draws: CaseDtypeDraws | None = None, *, in_float64: bool = True
+    ) -> StepRecord | None:
+        """Return everything of one step on a batch; None where it cannot be run.
 
         Args:
             batch: The batch.
             draws: Casts and traces what the step draws instead of the usual mode.
+            in_float64: False for a run in the case's dtype.
         """
+        case = self.device.twin if in_float64 else self.case
         try:
-            model, optimizer = self._prepared()
-            with self._around(draws):
-                found = observed_step(self.device.twin)(model, optimizer, self._cast(batch))
+            model, optimizer = self._prepared(in_float64=in_float64)
+            with self._around(draws, in_float64=in_float64):
+                found = observed_step(case)(model, optimizer, self._cast(batch, case.dtype))
             return {**found, **snapshot(model, optimizer)}
         except Exception as error:  # noqa: BLE001 - user code on a batch nobody tried
             self._failed("a part of the batch", error)

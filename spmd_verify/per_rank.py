@@ -75,6 +75,7 @@ def evidence(exhibit: Exhibit) -> PerRank:
     return PerRank(
         style=exhibit.style,
         reference=_reference(exhibit),
+        rounded=exhibit.rounded_part_records,
         parts=parts if len(parts) == len(exhibit.dump.ranks) else {},
         weights=dict.fromkeys(parts, 1.0 / max(len(parts), 1)),
         gradients=gradients if is_whole else {},

@@ -62,6 +62,8 @@ class PerRank:
         dtype: The case's.
         classes: Class of the module that an output is named after.
         draws: Operators that drew random numbers in the step, with their places.
+        rounded: `parts` in the case's dtype: how far rounding moves them. A part of two samples
+            may round much more than the whole batch, whose floors `noise` has.
     """
 
     style: str
@@ -74,6 +76,7 @@ class PerRank:
     dtype: str
     classes: Mapping[str, str] = field(default_factory=dict)
     draws: Sequence[str] = ()
+    rounded: Mapping[Coordinate, StepRecord] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -116,8 +119,13 @@ def semantic(found: PerRank) -> Semantic | None:
 
 def combination(found: PerRank, name: str) -> Tensor:
     """Return the gradient that the style promises: the weighted sum over ranks, any shape."""
+    return _combined(found, found.parts, name)
+
+
+def _combined(found: PerRank, parts: Mapping[Coordinate, StepRecord], name: str) -> Tensor:
+    """Return the weighted sum over ranks of the parts' gradients."""
     total = torch.zeros_like(found.gradients[name])
-    for coordinate, record in found.parts.items():
+    for coordinate, record in parts.items():
         value = record.get("gradients", {}).get(name)
         if value is not None:
             total = total + found.weights[coordinate] * value
@@ -134,6 +142,9 @@ def _multiple(found: PerRank, name: str, promised: Tensor) -> float:
     size = float(promised.abs().norm())
     growth = max(1.0, size / float(whole.abs().norm())) if whole is not None and whole.any() else 1
     floor = max(found.noise.get(("gradients", name), 0.0) * growth, _unit(found.dtype) * size)
+    if len(found.rounded) == len(found.parts):
+        rounded = _combined(found, found.rounded, name)
+        floor = max(floor, float((as_real(rounded) - as_real(promised)).norm()))
     allowed = _PARTS * limit(found.dtype, "tensor") * floor
     return 0.0 if error == 0.0 else error / allowed if allowed > 0.0 else math.inf
 
@@ -169,7 +180,8 @@ def _holds_own(found: PerRank) -> bool:
                 allowed = [record.get(stage, {}).get(name) for record in (own, first)]
                 if stage == "loss":
                     allowed = [allowed[0], _mean(found, name)]
-                if not any(_is_near(found, stage, name, value, each) for each in allowed):
+                spread = _spread(found, stage, name)
+                if not any(_is_near(found, (stage, name), value, e, spread) for e in allowed):
                     return False
     return True
 
@@ -181,12 +193,25 @@ def _mean(found: PerRank, name: str) -> Tensor | None:
     return torch.stack(known).mean(0) if len(known) == len(values) else None
 
 
-def _is_near(found: PerRank, stage: str, name: str, value: Tensor, expected: Tensor | None) -> bool:
+def _spread(found: PerRank, stage: str, name: str) -> float:
+    """Return the largest error that rounding makes in any part's value."""
+    errors = [0.0]
+    for coordinate, record in found.rounded.items():
+        value = record.get(stage, {}).get(name)
+        exact = found.parts.get(coordinate, {}).get(stage, {}).get(name)
+        if value is not None and exact is not None and value.shape == exact.shape:
+            errors.append(float((value.double() - exact.double()).norm()))
+    return max(errors)
+
+
+def _is_near(
+    found: PerRank, key: tuple[str, str], value: Tensor, expected: Tensor | None, spread: float
+) -> bool:
     """Say whether a value is the expected one within noise."""
     if expected is None or value.shape != expected.shape:
         return False
     size = float(expected.double().norm())
-    floor = max(found.noise.get((stage, name), 0.0), _unit(found.dtype) * size)
+    floor = max(found.noise.get(key, 0.0), _unit(found.dtype) * size, spread)
     error = float((value.double() - expected.double()).norm())
     return error <= _PARTS * limit(found.dtype, "tensor") * floor
 

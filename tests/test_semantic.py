@@ -100,6 +100,21 @@ def test_batch_statistics_name_the_layer() -> None:
     assert "0.weight" in meaning.tensors
 
 
+def test_the_rounding_of_the_parts_counts_where_it_is_larger_than_the_whole_batchs() -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    found = _found(model, _mean, _inputs())
+    off = {n: v + 1e-9 * torch.ones_like(v) for n, v in found.gradients.items()}
+    rounded = {
+        at: {**record, "gradients": {n: v - 1e-9 for n, v in record["gradients"].items()}}
+        for at, record in found.parts.items()
+    }
+
+    assert semantic(replace(found, gradients=off)) is None
+    assert _said(replace(found, gradients=off, rounded=rounded)).kind == "batch_statistics"
+    wrong = {n: v + 1e-6 for n, v in found.gradients.items()}
+    assert semantic(replace(found, gradients=wrong, rounded=rounded)) is None
+
+
 class Whitened(nn.Module):
     """A batch norm by another name, with a running mean of its own."""
 

@@ -210,7 +210,7 @@ def precision(exhibit: Exhibit, row: Row) -> Cause | None:
     whole = exhibit.reference(row)
     names = names_of(exhibit.mismatches(row.stage))
     for dtype, kind in LOWER.items():
-        if row.dtype == dtype or not held:
+        if not held or not _is_lower(kind, row.dtype):
             continue
         if _went_through(list(held.values()), kind, whole):
             text = (
@@ -233,6 +233,11 @@ def precision(exhibit: Exhibit, row: Row) -> Cause | None:
         text = f"{listed(names)}: the difference vanishes in float64: a matter of precision"
         return cause("precision", text, ranks=row.ranks, tensors=names)
     return None
+
+
+def _is_lower(kind: torch.dtype, dtype: str) -> bool:
+    """Say whether rounding to `kind` takes bits of a dtype."""
+    return torch.finfo(kind).eps > torch.finfo(getattr(torch, dtype)).eps
 
 
 def _went_through(values: list[Tensor], kind: torch.dtype, whole: Tensor) -> bool:
