@@ -88,6 +88,25 @@ def test_shards_of_the_reference_are_exact(bench: Bench, separate: bool) -> None
     assert next(r for r in found.rows if r.stage == "gradients").layout == "S(0)"
 
 
+@pytest.mark.parametrize("times", [2.0, 200.0])
+def test_losses_of_parts_are_read_as_their_mean_however_near_the_wholes_they_are(
+    bench: Bench, times: float
+) -> None:
+    """In bfloat16 the floor of the loss may be as large as what parts differ by."""
+
+    def change(run: str, step: int, seen: Any) -> None:
+        entry = bench.store.entry(step, "loss", "loss")
+        assert entry is not None
+        off = times * entry.floors["free"].noise
+        loss = seen["loss"]["loss"].local[0]
+        seen["loss"]["loss"] = Observed([loss - off, loss + off], None, [(0,), (1,)])
+
+    rows = [row for row in _judged(bench, change).rows if row.stage == "loss"]
+
+    assert [row.layout for row in rows] == ["mean over ranks"] * len(bench.reference.run.steps)
+    assert all(row.verdict == "rounding" and (row.ratio or 0.0) <= 1.0 for row in rows)
+
+
 @pytest.mark.parametrize("separate", [False, True])
 def test_a_doubled_shard_is_seen_and_its_element_named_globally(
     bench: Bench, separate: bool
