@@ -135,7 +135,12 @@ EXPECT = {
         "tensors": ["lr", "last.weight"],
         "mentions": ["rank 1", "0.8333 x", "within the step"],
     },
-    "undivided": {"verdict": "mismatch", "stage": "loss", "never": ["counts a term of the loss"]},
+    "undivided": {
+        "verdict": "mismatch",
+        "kind": ["mean_of_means", "factor", "unexplained"],
+        "stage": "loss",
+        "never": ["counts a term of the loss"],
+    },
     "left": {
         "verdict": "mismatch",
         "kind": ["stale"],
