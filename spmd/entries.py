@@ -79,7 +79,8 @@ class Entry:
 class CaptureCache:
     """Programs shared by several compiled copies of one step, by call number.
 
-    The copies must be built alike; the step's Python runs for the first of them only.
+    The copies must be built alike; the step's Python runs for the first of them only. Programs
+    that go by slots of the model they were captured with are not shared (`Program.is_portable`).
     """
 
     def __init__(self) -> None:

@@ -124,7 +124,24 @@ class _MetaInterpreter(fx.Interpreter):
             # Writes its running statistics, but its schema does not say so: decomposed above
             # functionalization, a second call in the step reads what the first wrote.
             return native_batch_norm(*args, **kwargs)
-        return super().call_function(target, args, kwargs)
+        return super().call_function(target, _beside_complex(target, args), kwargs)
+
+
+def _beside_complex(target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments with symbolic numbers beside a complex tensor made tensors.
+
+    torch converts such a number to `complex` in Python, which asks for its value: the step
+    would be specialised on a learning rate.
+    """
+    first = next((a for a in args if isinstance(a, Tensor) and a.is_complex()), None)
+    if first is None or not isinstance(target, torch._ops.OpOverload):
+        return args
+    takes = [isinstance(each.type, torch.TensorType) for each in target._schema.arguments]
+    real = first.dtype.to_real()
+    return tuple(
+        aten.scalar_tensor.default(value, dtype=real) if tensor and is_symbolic(value) else value
+        for value, tensor in zip(args, takes, strict=False)
+    )
 
 
 def _proxy_of(value: Any, tracer: Any) -> Any:

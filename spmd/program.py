@@ -179,6 +179,16 @@ class Program:
         outputs = self.graph.meta["signature"].outputs
         return frozenset(numbers | {s.name for s in outputs if s.kind == "hyper"})
 
+    @property
+    def is_portable(self) -> bool:
+        """Whether another model built alike may run it: it reads and writes no slot by place.
+
+        Places are slots of the very objects the capture saw. Globals of the file are the same
+        for every build, so those that are only read do not count.
+        """
+        read = [p for p in self.captured_places if p and not p.name.startswith("globals.")]
+        return not (self.writes or self.python or read)
+
     def placed_elsewhere(self) -> set[int]:
         """Return the indices of outputs that `writes` and `new_state` place."""
         found = {i for write in self.writes for i in write.outputs()}

@@ -252,7 +252,7 @@ class CompiledStep(ABC):
         )
         self.captures += 1
         self._counters |= program.counters
-        if self.shared is not None:
+        if self.shared is not None and program.is_portable:
             self.shared.programs[key] = program
         return program
 

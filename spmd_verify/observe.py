@@ -151,7 +151,14 @@ class Observer:
             self.add("loss", path, tensor)
 
     def add(self, stage: str, name: str, tensor: Tensor) -> None:
-        """Record a copy under `name`, or `name#2` and so on if that is taken."""
+        """Record a copy under `name`, or `name#2` and so on if that is taken.
+
+        Inside `torch.func.vmap` or `grad` a tensor stands for something else than its values
+        and means nothing outside; it is passed over. So is a nested tensor, which the judge
+        cannot compare.
+        """
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor.is_nested:
+            return
         taken, count, unique = self.record[stage], 1, name
         while unique in taken:
             count += 1

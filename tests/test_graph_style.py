@@ -162,6 +162,33 @@ def test_captures_are_shared_between_the_styles_of_a_case(
     assert [cell.unknown["captures"] for cell in record.cells] == [3, 0, 0, 0]
 
 
+REMEMBERS = """
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 3)
+        self.register_buffer("scale", torch.tensor(1.0))
+        self.memory = None
+
+    def forward(self, x):
+        y = torch.tanh(self.layer(x)) * self.scale
+        y = y if self.memory is None else y + self.memory
+        self.scale = self.scale * 0.5
+        self.memory = y.detach().mean(0)
+        return y.square().mean()
+"""
+
+
+def test_what_a_forward_reassigns_is_kept_by_every_build_for_itself(
+    write_case: CaseWriter, judge: Callable[..., Record]
+) -> None:
+    inputs = "\ndef get_inputs():\n    return torch.randn(7, 4)\n"
+    record = judge(write_case("import torch\n" + REMEMBERS + inputs), steps=3)
+
+    assert [cell.verdict for cell in record.cells] == ["rounding"] * 4
+    assert all("eval_outputs" in {row.stage for row in cell.tensors} for cell in record.cells)
+
+
 def test_an_optimizer_with_numbers_in_python_passes(
     write_case: CaseWriter, judge: Callable[..., Record]
 ) -> None:

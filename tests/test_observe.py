@@ -225,3 +225,17 @@ def test_an_observer_reads_gradients_even_without_an_optimizer_step() -> None:
     with Observer(model, optimizer) as observer:
         model(batch[0], extra={"z": batch[1]})["y"].sum().backward()
     assert len(observer.record["gradients"]) == 4
+
+
+def test_what_runs_inside_a_function_transform_is_passed_over() -> None:
+    layer = nn.Linear(3, 1)
+    parameters = dict(layer.named_parameters())
+
+    def error(values: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(layer, values, (x,)).square().sum()
+
+    with Observer(layer, []) as observer:
+        found = torch.func.vmap(torch.func.grad(error), (None, 0))(parameters, torch.ones(4, 3))
+        layer(torch.ones(2, 3))
+    assert found["weight"].shape == (4, 1, 3)
+    assert list(observer.record["module_outputs"]) == ["model"]

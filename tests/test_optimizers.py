@@ -285,6 +285,34 @@ def test_hyper_parameters_changed_between_calls_need_no_capture(tensor):
     assert replay.captures == 3
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("cls", [SGD, AdamW])
+def test_a_learning_rate_beside_complex_parameters_is_an_input(cls, dtype):
+    class Complex(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.matrix = nn.Parameter(torch.randn(6, 3, dtype=dtype))
+            self.scale = nn.Parameter(torch.randn((), dtype=dtype))
+
+        def forward(self, x):
+            return (x.to(dtype) @ self.matrix * self.scale).abs()
+
+    pair = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        model = Complex()
+        pair.append((model, cls(model.parameters(), lr=0.1, weight_decay=0.1)))
+    compiled = compile(parallel_mode=DataParallel("fully_shard"), mesh={"dp": 4})(step)
+    for number, (x,) in enumerate(batches(5)):
+        for _, optimizer in pair:
+            optimizer.param_groups[0]["lr"] = 0.1 / (number + 1)
+        torch.testing.assert_close(compiled(*pair[0], x), step(*pair[1], x))
+    for p, q in zip(pair[0][0].parameters(), pair[1][0].parameters(), strict=True):
+        assert p.dtype == dtype
+        torch.testing.assert_close(p, q)
+    assert compiled.captures <= 3
+
+
 def test_groups_frozen_foreign_and_gradient_free_parameters():
     class Odd(Net):
         def __init__(self):
