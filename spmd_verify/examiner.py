@@ -71,8 +71,7 @@ class Examiner:
         else:
             answer = self.run.runner.run_cell(again)
             if isinstance(answer, Failure):
-                self.run.progress.note(f"{cell.id}: no cause was looked for: {answer.reason}")
-                return cell
+                return self._unexamined(cell, f"no cause was looked for: {answer.reason}")
         experiments: dict[str, bool | None] = {}
         while True:
             request = ExamineRequest(
@@ -83,8 +82,7 @@ class Examiner:
             )
             if isinstance(answered, Failure):
                 self.run.logs.is_kept = True
-                self.run.progress.note(f"{cell.id}: the examination failed: {answered.message}")
-                return cell
+                return self._unexamined(cell, f"the examination failed: {answered.message}")
             report = decode(answered[0], ExamineReport)
             if report.wanted:
                 experiments[report.wanted] = self._experiment(spec, report.wanted)
@@ -99,8 +97,13 @@ class Examiner:
             # A replay has dumped all steps.
             answer = self.run.runner.run_cell(again) if replay is None else replay
             if isinstance(answer, Failure):
-                self.run.progress.note(f"{cell.id}: no cause was looked for: {answer.reason}")
-                return cell
+                return self._unexamined(cell, f"no cause was looked for: {answer.reason}")
+
+    def _unexamined(self, cell: Cell, why: str) -> Cell:
+        """Say in progress and record why the cell's cause is what the judge saw at once."""
+        self.run.progress.note(f"{cell.id}: {why}")
+        cell.unknown["not_run"] = [*cell.unknown.get("not_run", ()), why]
+        return cell
 
     def _near_ties(self, spec: CellSpec, cell: Cell) -> list[Tie]:
         """Return the near ties of the cell's reference, found once for all its cells."""
