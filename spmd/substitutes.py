@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from spmd.packed import FUNCTIONS as PACKED
 from spmd.python_values import MADE_OF_NUMBERS
 
 aten = torch.ops.aten
@@ -203,4 +204,5 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.embedding_bag: _embedding_bag,
     F.multi_margin_loss: _multi_margin_loss,
     F.multilabel_margin_loss: _multilabel_margin_loss,
+    **PACKED,
 }
