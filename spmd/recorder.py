@@ -25,6 +25,7 @@ from spmd.errors import CaptureError
 from spmd.guards import Guards, Shadow
 from spmd.intercept import fused_optimizer, sized_call
 from spmd.lifting import World, world_parameters
+from spmd.nested import nested_refused
 from spmd.program import Lifted, OutputSpec, Write
 from spmd.questions import Questions, printable_numbers, untraceable
 from spmd.random_state import generator_in_graph
@@ -91,7 +92,8 @@ class Recorder(TorchDispatchMode):
             if isinstance(value, Tensor)
         }
         with (
-            self, Substitutes(), Formatted(), Questions(), printable_numbers(), generator_in_graph()
+            self, Substitutes(), nested_refused(), Formatted(), Questions(), printable_numbers(),
+            generator_in_graph(),
         ):  # fmt: skip
             stand_ins: list[Any] = list(inputs)
             for position, spec in enumerate(self.world.specs):

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from spmd.nested import is_nested, refuse
+from spmd.packed import FUNCTIONS as PACKED
 from spmd.python_values import MADE_OF_NUMBERS
 
 aten = torch.ops.aten
@@ -85,7 +87,13 @@ class Substitutes(TorchFunctionMode):
     """Replaces functions while a step is traced."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the stand-in of `func`, or `func`."""
+        """Run the stand-in of `func`, or `func`.
+
+        Raises:
+            CaptureError: `nested-tensor`.
+        """
+        if is_nested(func, args):
+            refuse()
         stand_in = _FUNCTIONS.get(func) or MADE_OF_NUMBERS.get(func)
         return (stand_in or func)(*args, **(kwargs or {}))
 
@@ -203,4 +211,5 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.embedding_bag: _embedding_bag,
     F.multi_margin_loss: _multi_margin_loss,
     F.multilabel_margin_loss: _multilabel_margin_loss,
+    **PACKED,
 }

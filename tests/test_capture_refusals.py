@@ -175,6 +175,25 @@ def test_branches_on_tensors_are_refused_with_the_line(loss_of):
     assert_untouched(model, optimizer, before, plain, x)
 
 
+def by_jagged(model, x):
+    parts = [x[:1], x[:2]]
+    return torch.nested.nested_tensor(parts, layout=torch.jagged).values().sum()  # here
+
+
+def by_jagged_view(model, x):
+    parts = [model(x)[:1], model(x)[:2]]
+    return torch.nested.as_nested_tensor(parts, layout=torch.jagged).values().sum()  # here
+
+
+@pytest.mark.parametrize("loss_of", [by_jagged, by_jagged_view], ids=lambda f: f.__name__)
+def test_nested_tensors_are_refused_with_the_line(loss_of):
+    (model, optimizer), x = build(), torch.randn(6, 4)
+    with pytest.raises(CaptureError, match="nested-tensor") as raised:
+        Replay(step_around(loss_of))(model, optimizer, x)
+    assert raised.value.location == f"{__file__}:{line_of(loss_of)}"
+    assert torch.nested.nested_tensor([x[:1], x[:2]], layout=torch.jagged).is_nested
+
+
 def test_the_line_in_a_model_imported_from_a_file(tmp_path, monkeypatch):
     (tmp_path / "deep_user_model.py").write_text(
         "import torch\n\n\nclass Model(torch.nn.Linear):\n    def forward(self, x):\n"
