@@ -1,4 +1,4 @@
-"""The exit codes of `ecosystem.md` part 2, decided in one place. Torch-free."""
+"""The exit codes, as the README has them, decided in one place. Torch-free."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final

@@ -15,8 +15,8 @@ DTYPES: Final[tuple[str, ...]] = ("float32", "float64", "bfloat16")
 # Dtypes in which a wrong formula is far above rounding (`drawn_check.TOLERANCES`).
 FUZZ_DTYPES: Final[tuple[str, ...]] = ("float64", "float32")
 RUNNERS: Final[tuple[str, ...]] = ("processes", "lockstep")
-# One machine runs 16 gloo ranks before scheduling dominates (runner.md part 5); lockstep
-# walked 1,024 ranks in 0.3 s a step (runner.md part 3), four times that is the limit.
+# One machine runs 16 gloo ranks before scheduling dominates; lockstep
+# walked 1,024 ranks in 0.3 s a step, four times that is the limit.
 MAX_RANKS: Final[dict[str, int]] = {"processes": 16, "lockstep": 4096}
 DEFAULT_RANKS: Final = 2
 DEFAULT_TIMEOUT_SECONDS: Final = 300.0

@@ -39,7 +39,7 @@ class Observed:
 
 Observation = Mapping[str, Mapping[str, Observed]]
 
-# Prefixes that wrappers put into names. Source: ecosystem.md part 1, "Names are normalised".
+# Prefixes that wrappers put into names. Source: torch 2.13 wrappers.
 WRAPPER_PREFIXES: Final = (
     "module.",
     "_fsdp_wrapped_module.",

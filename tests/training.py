@@ -22,7 +22,7 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 Loss = Callable[[nn.Module, Any], Tensor]
 State = dict[str, dict[str, Tensor]]
 
-# Tolerances of upstream-spmd.md part 10, float32: up to 2 steps, and 5 steps or Adam.
+# Tolerances for float32: up to 2 steps, and 5 steps or Adam.
 FEW_STEPS = {"rtol": 1.3e-6, "atol": 1e-5}
 MANY_STEPS = {"rtol": 1e-4, "atol": 1e-4}
 

@@ -52,7 +52,7 @@ _PATIENCE_SECONDS = 3.0
 """How long to wait for the others after a rank refused, or only lost a connection."""
 
 _STACK_SECONDS = 0.5
-"""How long to wait for the stacks of hung ranks (measured: 0.2 s, runner.md part 6)."""
+"""How long to wait for the stacks of hung ranks (measured: 0.2 s)."""
 
 _HEARTBEAT_SECONDS = 5.0
 """How often `on_note` is told again what a silent rank said last."""

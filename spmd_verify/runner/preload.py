@@ -3,8 +3,8 @@
 Importing this module does the work: only the fork server imports it, before anything is
 forked. It must leave exactly one thread behind and never touch an accelerator. The list
 matters: without `torch._dynamo` the first optimizer built in a worker costs 1.5 s, and
-without `torch.distributed.tensor` the first functional collective costs 1 s (measured:
-runner.md part 1, torch 2.13 CPU).
+without `torch.distributed.tensor` the first functional collective costs 1 s (measured,
+torch 2.13, CPU).
 """
 
 from __future__ import annotations
