@@ -112,3 +112,21 @@ def test_a_judged_candidate_with_complex_parameters_is_exact(tmp_path: Path) -> 
     )
     found = Bench(case, tmp_path).judge(None)
     assert found.verdict == "exact"
+
+
+def test_complex_parts_lie_where_the_kernels_of_torch_can_read_them(tmp_path: Path) -> None:
+    case = make_case(
+        "own", dtype="float64", optimizer="sgd", model=Odd, inputs=lambda: [torch.randn(8, 6)]
+    )
+    store = Bench(case, tmp_path).store
+    found = [
+        store.expected(step, stage, name, part)
+        for step in range(2)
+        for stage in ("parameters", "gradients")
+        for name in store.names(step, stage)
+        if (whole := store.expected(step, stage, name)).is_complex() and whole.dim()
+        for i in range(len(whole))
+        for part in [region(whole.shape, (Chunk(),), (len(whole),), (i,))]
+    ]
+    assert found
+    assert not any(part.data_ptr() % 16 for part in found)
