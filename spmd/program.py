@@ -181,13 +181,15 @@ class Program:
 
     @property
     def is_portable(self) -> bool:
-        """Whether another model built alike may run it: it reads and writes no slot by place.
+        """Whether another model built alike may run it: it uses no slot of the model by place.
 
-        Places are slots of the very objects the capture saw. Globals of the file are the same
-        for every build, so those that are only read do not count.
+        Places are slots of the very objects the capture saw. Globals of the file and what the
+        step function itself holds are the same for every build.
         """
-        read = [p for p in self.captured_places if p and not p.name.startswith("globals.")]
-        return not (self.writes or self.python or read)
+        places = [p for p in self.captured_places if p]
+        places += [place for place, _ in self.python.values()]
+        is_common = all(p.name.startswith(("globals.", "step.")) for p in places)
+        return is_common and not self.writes
 
     def placed_elsewhere(self) -> set[int]:
         """Return the indices of outputs that `writes` and `new_state` place."""

@@ -1,4 +1,4 @@
-"""What a compiled step held is free once nobody has the step any more."""
+"""What a compiled step holds: freed with the step, shared by builds of one case."""
 
 import gc
 import weakref
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from spmd import DataParallel, lockstep
+from spmd_verify.case import load_case
 
 
 @pytest.mark.parametrize("style", ["replicate", "fully_shard"])
@@ -30,3 +31,21 @@ def test_nothing_keeps_a_step_that_nobody_has(style):
     gc.collect()
 
     assert held() is None
+
+
+@pytest.mark.parametrize("example", ["mlp", "transformer", "recurrent"])
+def test_a_capture_of_an_ordinary_case_serves_every_build(root, example):
+    case = load_case(str(root / "examples" / f"{example}.py"))
+    captures = lockstep.CaptureCache()
+    compiled = []
+    for style in ("replicate", "fully_shard"):
+        model = case.build_model()
+        compiled.append(
+            lockstep.compile(parallel_mode=DataParallel(style), mesh={"dp": 2}, captures=captures)(
+                case.step
+            )
+        )
+        case.seed_step(0)
+        compiled[-1](model, case.optimizer(model), case.batch(0))
+
+    assert [step.captures for step in compiled] == [1, 0]
