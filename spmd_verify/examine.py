@@ -5,7 +5,6 @@ Works on a dump of one more run of the cell (docs/design.md 3.7).
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Final
 
 import torch
@@ -20,7 +19,7 @@ from spmd_verify.record import Cause, Cell, FirstDivergence, Row
 from spmd_verify.runner.jobs import loaded
 from spmd_verify.runner.specs import ExamineReport, ExamineRequest, decode, encode
 from spmd_verify.runner.worker import Context, job
-from spmd_verify.settling import mark_downstream, settle
+from spmd_verify.settling import counts, mark_downstream, settle
 from spmd_verify.store import Store
 from spmd_verify.style_ids import data_ranks
 from spmd_verify.verdict import STAGES, Verdict
@@ -103,8 +102,7 @@ class Examination:
         """Return the cell with its rows counted again, and what could not be run for it."""
         if self.exhibit.runs.failures:
             self.cell.unknown["not_run"] = self.exhibit.runs.failures
-        found = Counter(str(row.verdict) for row in self.cell.tensors)
-        self.cell.counts = {str(word): found[word] for word in Verdict if found[word]}
+        self.cell.counts = counts(self.cell.tensors)
         return encode(self.cell)
 
     def settled(self) -> Row | None:

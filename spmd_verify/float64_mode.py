@@ -26,7 +26,20 @@ _STANDARD_LIBRARY: Final = os.path.dirname(os.__file__)
 _SKIPPED_FRAMES: Final = ("/torch/", "/spmd_verify/", "<frozen", "<string>")
 
 
-class CaseDtypeDraws(TorchDispatchMode):
+class EagerMode(TorchDispatchMode):
+    """Base of modes under which steps run eagerly, as they do under any dispatch mode.
+
+    Private `_should_skip_dynamo`: else dynamo, which has nothing to compile here, is switched off
+    and on around every operator.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Leave dynamo alone."""
+        return False
+
+
+class CaseDtypeDraws(EagerMode):
     """Draw in the case's dtype; note where something computes below float64.
 
     Attributes:
@@ -49,14 +62,6 @@ class CaseDtypeDraws(TorchDispatchMode):
         self.draws: list[tuple[str, str, Tensor]] = []
         self._trace = trace
         self._cast = cast
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Say that dynamo is not switched off and on around every operator.
-
-        It has nothing to compile here: torch.compile falls back to eager under such a mode.
-        """
-        return False
 
     def __torch_dispatch__(
         self,

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
-from spmd_verify.record import Row
+from spmd_verify.record import ROOT, Row
 from spmd_verify.runner.specs import Boundary
 
-ROOT: Final = "model"
 # Findings of boundaries that are fed wherever they are in front of the place that is tried.
 KNOWN: Final = ("right", "wrong")
 

@@ -18,15 +18,14 @@ from spmd_verify.compare import NO_SUCH_TENSOR
 from spmd_verify.measure import Statistics
 from spmd_verify.merge import Merged, TensorKey, by_tensor, merge
 from spmd_verify.record import Cause, Exercised, FirstDivergence, Row, WorstTensor
-from spmd_verify.rows import Fit, blank_row, count, growth, ratio_of, worst_row
-from spmd_verify.settling import mark_downstream, settle
+from spmd_verify.rows import Fit, blank_row, growth, ratio_of, worst_row
+from spmd_verify.settling import counts, mark_downstream, settle, verdict_of
 from spmd_verify.store import Entry, FloorInfo, Store
 from spmd_verify.verdict import (
     ANCHORED_STAGES,
     LIMITS,
     STAGES,
     Verdict,
-    cell_verdict,
     limit,
     row_verdict,
     too_few_decided,
@@ -99,19 +98,9 @@ def judge(
         settle(rows)
     first = next((row for row in rows if row.verdict == Verdict.MISMATCH), None)
     mark_downstream(rows, first)
-    parameters = [
-        row for row in rows if row.stage == "parameters" and row.step == store.index.steps - 1
-    ]
-    moved = [row for row in parameters if row.verdict != Verdict.NOT_EXERCISED]
-    undetermined = sum(judging.undetermined_elements(row) for row in moved)
     exercised = judging.exercised(rows)
     reasons = [row.unknown.get("reason") for row in rows if row.verdict == Verdict.UNDETERMINED]
-    verdict = cell_verdict(
-        (row.verdict for row in rows),
-        is_exercised=exercised.n > 0,
-        undetermined_elements=undetermined,
-        signal_elements=sum(math.prod(row.shape) for row in moved),
-    )
+    verdict, undetermined = verdict_of(rows, store.index.steps - 1, is_exercised=exercised.n > 0)
     verdict, doubt = _in_doubt(store, verdict)
     return Judgement(
         verdict=verdict,
@@ -121,7 +110,7 @@ def judge(
         else FirstDivergence(step=first.step, stage=first.stage, tensor=first.name),
         cause=None if first is None else first.cause,
         worst=worst_row(rows),
-        counts={verdict: n for verdict in Verdict if (n := count(rows, verdict))},
+        counts=counts(rows),
         exercised=exercised,
         undetermined_reason=next((str(reason) for reason in (doubt, *reasons) if reason), None),
         undetermined_elements=undetermined,
@@ -392,12 +381,6 @@ class _Judging:
             if row.stage in _SIGNAL_STAGES and row.verdict != Verdict.NOT_EXERCISED
         }
         return Exercised(n=len(names & shown), of=len(names))
-
-    def undetermined_elements(self, row: Row) -> int:
-        """Count the elements of a parameter row that nothing decides."""
-        if row.verdict == Verdict.UNDETERMINED:
-            return math.prod(row.shape)
-        return int(row.unknown.get("undetermined_elements", 0))
 
 
 def _is_anchoring_to_blame(judging: _Judging, rows: list[Row]) -> bool:

@@ -62,8 +62,7 @@ def near_ties(case: LoadedCase, *, has_float64: bool = True) -> list[NearTie]:
     """
     device = SingleDevice(case)
     recording = Recording()
-    device.evaluation = recording.again
-    reference = device.run(modes=recording.at)
+    reference = device.run(modes=recording.at, evaluation=recording.again)
     found: list[NearTie] = []
     if not recording.decisions:
         return found
@@ -263,6 +262,9 @@ def _measured(
     """Return the noise of every decision that the float64 run and random rounding reach."""
     case = device.case
     following = Following(decisions=recording.decisions)
+    options: dict[str, Any] = {
+        "anchors": anchors, "evaluation": following.again, "with_module_outputs": False,
+    }  # fmt: skip
     if has_float64 and case.dtype != torch.float64:
         following.is_exact = True
 
@@ -273,8 +275,7 @@ def _measured(
                 stack.enter_context(following.at(step))
                 yield
 
-        device.evaluation = following.again
-        device.run(in_float64=True, anchors=anchors, modes=modes, with_module_outputs=False)
+        device.run(in_float64=True, modes=modes, **options)
         following.is_exact = False
     else:
         following.noise = {
@@ -284,7 +285,7 @@ def _measured(
     for index in range(FEWEST_RUNS):
         rounded = Rounded(f"random rounding {index}", _FIRST_SEED + index, case.dtype)
         member = _Followed(rounded.name, rounded, following)
-        device.run(member=member, anchors=anchors, with_module_outputs=False)
+        device.run(member=member, **options)
     return following.noise
 
 

@@ -20,6 +20,7 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from spmd_verify.naming import Names
+from spmd_verify.record import ROOT
 from spmd_verify.trajectory import (
     StepRecord,
     flatten,
@@ -32,7 +33,6 @@ Step = Callable[[nn.Module, Any, Any], Any]
 
 # Stages that happen inside a step, in the order of verdict.STAGES.
 INNER_STAGES: Final = ("inputs", "module_outputs", "loss", "gradients", "clipping")
-ROOT: Final = "model"
 # torch's clipping functions that change gradients; both reach the tensors by `_GROUPING`.
 # Patching what they call, and not the functions themselves, also sees a step that did
 # `from torch.nn.utils import clip_grad_norm_`. Source: torch 2.13 nn/utils/clip_grad.py.

@@ -10,8 +10,8 @@ from spmd_verify.exhibit import Exhibit
 from spmd_verify.float64_mode import CaseDtypeDraws
 from spmd_verify.norms import is_rounding
 from spmd_verify.record import Cause, Cell, Row
-from spmd_verify.rows import count
 from spmd_verify.semantic import PerRank, Semantic, semantic
+from spmd_verify.settling import counts
 from spmd_verify.trajectory import StepRecord
 from spmd_verify.verdict import Verdict
 
@@ -40,7 +40,7 @@ def relabel(exhibit: Exhibit, cell: Cell, first: Row, found: Cause | None) -> Ca
         if row.verdict == Verdict.MISMATCH:
             row.verdict = str(Verdict.SEMANTIC)
     cell.verdict = str(Verdict.SEMANTIC)
-    cell.counts = {str(word): n for word in Verdict if (n := count(cell.tensors, word))}
+    cell.counts = counts(cell.tensors)
     return _cause(meaning, first, found)
 
 

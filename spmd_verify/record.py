@@ -17,6 +17,8 @@ from spmd_verify.errors import RecordError
 # 1.0: first version.
 # 1.1: `ties` of a cell.
 SCHEMA_VERSION: Final = "1.1"
+# What the root module is called in names of its outputs.
+ROOT: Final = "model"
 _NON_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 

@@ -19,10 +19,9 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmd_verify import rounded_layer_norm
-from spmd_verify.float64_mode import note_island
+from spmd_verify.float64_mode import EagerMode, note_island
 
 # Operators whose floating results are rounded. Everything that moves, selects, masks or
 # compares values is exact and left alone. Names without the trailing `_` of in-place forms.
@@ -158,7 +157,7 @@ def _normal_pool(dtype: torch.dtype) -> Tensor:
     return torch.cat([scaled, scaled])
 
 
-class RandomRounding(TorchDispatchMode):
+class RandomRounding(EagerMode):
     """Perturb the results of rounding operators; has a random stream of its own.
 
     Attributes:
@@ -176,14 +175,6 @@ class RandomRounding(TorchDispatchMode):
         self.islands: dict[str, None] = {}
         self._dtype = dtype
         self._random = random.Random(seed)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Say that dynamo is not switched off and on around every operator.
-
-        It has nothing to compile here: torch.compile falls back to eager under such a mode.
-        """
-        return False
 
     def __torch_dispatch__(
         self,

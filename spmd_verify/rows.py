@@ -104,8 +104,3 @@ def _of(rows: Sequence[Row], step: int) -> list[Row]:
         and row.stage == "parameters"
         and row.verdict in (Verdict.ROUNDING, Verdict.MISMATCH)
     ]
-
-
-def count(rows: Sequence[Row], verdict: Verdict) -> int:
-    """Count rows by verdict."""
-    return sum(row.verdict == verdict for row in rows)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Sequence
 from typing import Final
 
 from spmd_verify.record import Row
-from spmd_verify.verdict import LIMITS, Verdict
+from spmd_verify.verdict import LIMITS, Verdict, cell_verdict
 
 # A wrong update is visible from this many times the noise of the parameter: twice the largest
 # limit c, and four for updates that are less than proportional to the gradient.
@@ -93,3 +96,41 @@ def mark_downstream(rows: list[Row], first: Row | None) -> None:
         is_wrong = row.verdict in (Verdict.MISMATCH, Verdict.SEMANTIC)
         if first is not None and row is not first and is_wrong:
             row.downstream_of = f"step {first.step}, {first.stage}, {first.name}"
+
+
+def counts(rows: Sequence[Row]) -> dict[str, int]:
+    """Count rows by verdict, in the order of the verdicts; those without rows are absent."""
+    found = Counter(str(row.verdict) for row in rows)
+    return {str(word): found[word] for word in Verdict if found[word]}
+
+
+def verdict_of(rows: Sequence[Row], last_step: int, *, is_exercised: bool) -> tuple[Verdict, int]:
+    """Return the verdict of a cell, and how many parameter elements nothing decides.
+
+    Args:
+        rows: All of the cell.
+        last_step: Whose parameters are counted.
+        is_exercised: Whether any gradient or parameter carried signal.
+    """
+    moved = [
+        row
+        for row in rows
+        if row.stage == "parameters"
+        and row.step == last_step
+        and row.verdict != Verdict.NOT_EXERCISED
+    ]
+    undetermined = sum(map(_undetermined_elements, moved))
+    verdict = cell_verdict(
+        (row.verdict for row in rows),
+        is_exercised=is_exercised,
+        undetermined_elements=undetermined,
+        signal_elements=sum(math.prod(row.shape) for row in moved),
+    )
+    return verdict, undetermined
+
+
+def _undetermined_elements(row: Row) -> int:
+    """Count the elements of a parameter row that nothing decides."""
+    if row.verdict == Verdict.UNDETERMINED:
+        return math.prod(row.shape)
+    return int(row.unknown.get("undetermined_elements", 0))

@@ -53,13 +53,11 @@ class SingleDevice:
         draws: False once the reference is known to draw no random numbers in its steps.
         can_branch: Whether steps are known to use nothing of earlier ones that is not restored.
         twin: The case in float64.
-        evaluation: Gives the context of an eval forward of `run`.
     """
 
     case: LoadedCase
     draws: bool = field(default=True, init=False)
     can_branch: bool = field(default=False, init=False)
-    evaluation: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext, init=False)
     _pristine: nn.Module | None = field(default=None, init=False)
     _can_copy: bool = field(default=True, init=False)
 
@@ -99,6 +97,7 @@ class SingleDevice:
         anchors: Trajectory | None = None,
         steps: int | None = None,
         is_over: Callable[[int, StepRecord], bool] | None = None,
+        evaluation: Callable[[], AbstractContextManager[Any]] = nullcontext,
         **options: Any,
     ) -> Trajectory:
         """Run the case's steps.
@@ -107,6 +106,7 @@ class SingleDevice:
             anchors: A free run; every step n >= 1 starts from its state after step n - 1.
             steps: Fewer steps than the case's.
             is_over: Given every step, says whether the rest need not be run.
+            evaluation: Gives the context of an eval forward.
             options: `in_float64`, and of `SteppedModel`.
         """
         run = self._started(**options)
@@ -117,10 +117,10 @@ class SingleDevice:
             if is_over is not None and is_over(index, record):
                 break
             if evaluates_after(run.case, index) and anchors is None:
-                with self.evaluation():
+                with evaluation():
                     eval_outputs(run.case, run.model)
         if anchors is None and steps is None:
-            with self.evaluation():
+            with evaluation():
                 run.evaluate()
         return run.trajectory
 

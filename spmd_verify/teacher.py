@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from spmd_verify.bisection import Outcome, Search, Stopped
-from spmd_verify.flow import KNOWN, ROOT, Flow, side
-from spmd_verify.record import Cell, Row
+from spmd_verify.flow import KNOWN, Flow, side
+from spmd_verify.record import ROOT, Cell, Row
 from spmd_verify.runner.failures import Failure
 from spmd_verify.runner.specs import (
     FEEDING_JOB,
@@ -217,9 +217,7 @@ class _Lesson:
 
     def _alone(self, function: str, payload: bytes) -> bytes:
         """Run a job in the reference worker; its failure ends the search and nothing else."""
-        answer = self.run.solo.run(
-            function, payload, timeout_seconds=self.spec.timeout_seconds
-        )  # fmt: skip
+        answer = self.run.solo.run(function, payload, timeout_seconds=self.spec.timeout_seconds)
         if isinstance(answer, Failure):
             raise Stopped(answer.reason)
         return answer[0]

@@ -6,14 +6,13 @@ decision forced and judged again.
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
 
 from spmd_verify.record import Cell, Row, Tie
-from spmd_verify.verdict import Verdict, cell_verdict
+from spmd_verify.settling import counts, verdict_of
+from spmd_verify.verdict import Verdict
 
 
 def judged_again(cell: Cell, forced: Cell, ties: Sequence[Tie]) -> Cell:
@@ -41,17 +40,25 @@ def judged_again(cell: Cell, forced: Cell, ties: Sequence[Tie]) -> Cell:
     is_explained = any(row.unknown.get("reason") == reason for row in rows)
     note = f"{said}; with the reference's decisions forced "
     note += "the rest still differs" if is_explained else "all still differs: no tie explains it"
-    counts = Counter(str(row.verdict) for row in rows)
+    verdict, undetermined = verdict_of(
+        rows,
+        max((row.step for row in rows), default=0),
+        is_exercised=forced.exercised is not None and forced.exercised.n > 0,
+    )
     return msgspec.structs.replace(
         forced,
-        verdict=str(_verdict(forced, rows)),
+        verdict=str(verdict),
         message="; ".join(part for part in (forced.message, note if still else "") if part),
-        counts={str(word): counts[word] for word in Verdict if counts[word]},
+        counts=counts(rows),
         undetermined_reason=reason if is_explained and not still else forced.undetermined_reason,
         duration_seconds=cell.duration_seconds,
         ties=ties,
         tensors=rows,
-        unknown={**forced.unknown, "seconds": cell.unknown.get("seconds", {})},
+        unknown={
+            **forced.unknown,
+            "seconds": cell.unknown.get("seconds", {}),
+            "undetermined_elements": undetermined,
+        },
     )
 
 
@@ -87,28 +94,6 @@ def _undetermined(row: Row, reason: str) -> Row:
         cause=None,
         downstream_of=None,
         unknown={**row.unknown, "reason": reason},
-    )
-
-
-def _verdict(cell: Cell, rows: Sequence[Row]) -> Verdict:
-    """Return the verdict of a cell with other rows."""
-    last = max((row.step for row in rows), default=0)
-    moved = [
-        row
-        for row in rows
-        if row.stage == "parameters" and row.step == last and row.verdict != Verdict.NOT_EXERCISED
-    ]
-    undetermined = sum(
-        math.prod(row.shape)
-        if row.verdict == Verdict.UNDETERMINED
-        else int(row.unknown.get("undetermined_elements", 0))
-        for row in moved
-    )
-    return cell_verdict(
-        (row.verdict for row in rows),
-        is_exercised=cell.exercised is not None and cell.exercised.n > 0,
-        undetermined_elements=undetermined,
-        signal_elements=sum(math.prod(row.shape) for row in moved),
     )
 
 

@@ -34,8 +34,8 @@ from spmd_verify.drawn_training import (
 
 SERIES, EXAMPLES = 24, 13
 # Rejected draws (eager refuses them, or rounding decides them): more would mean that the
-# series does not test what it says. Measured: eager refuses 4 % of the draws, rounding decides
-# at most 6 of 33 in a series.
+# series does not test what it says. Measured over 12 series of 25: at most 8 of 33, of which
+# rounding decides 6.
 MOST_REJECTED = 0.5
 
 
@@ -116,12 +116,15 @@ def test_a_planted_fault_is_found_in_a_drawn_model(fault: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_series_finds_a_planted_fault_and_shrinks_it_to_a_short_model() -> None:
+    series = Series(0, EXAMPLES, Rules(passes=lost_all_reduce), shrinking_runs=30)
     with pytest.raises(AssertionError) as caught:
-        Series(0, EXAMPLES, Rules(passes=lost_all_reduce), shrinking_runs=30).run()
+        series.run()
 
     text = str(caught.value)
     assert re.search(r"batch [1-9]\b", text)
     source = text[text.index("class Model") :]
+    first, _ = next(iter(series.failed))
+    assert len(source) < len(first.to_source())
     assert len(source.splitlines()) < 40, source  # a model that a person can read
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Final
 
@@ -86,21 +87,11 @@ def clipped(exhibit: Exhibit, row: Row) -> Cause | None:
 
 
 def _rank_factors(exhibit: Exhibit, row: Row) -> dict[int, float] | None:
-    """Return the factor of every rank's part, where each part has one."""
-    held, whole = exhibit.locals(row), exhibit.reference(row)
-    found: dict[int, float] = {}
-    for part, coordinates in exhibit.regions(row).items():
-        right = take_region(whole, part)
-        power = float(right.square().sum())
-        for at in coordinates:
-            if not power:
-                continue
-            k = float((held[at] * right).sum()) / power
-            off = float((held[at] - k * right).norm())
-            if off > 4.0 * exhibit.tolerance(row) * max(1.0, abs(k)):
-                return None
-            found[exhibit.rank_of(at)] = k
-    return found if len(found) > 1 and spread(list(found.values())) > 1e-4 else None
+    """Return the factor of every rank's part, where each part has one and they differ."""
+    factors = _factors(exhibit, row)
+    if factors is None or len(factors) < 2 or spread(list(factors.values())) <= 1e-4:
+        return None
+    return {exhibit.rank_of(at): k for at, k in factors.items()}
 
 
 def unclipped(exhibit: Exhibit) -> tuple[Exhibit, list[Row], str] | None:
@@ -152,21 +143,30 @@ def _is_right(exhibit: Exhibit, row: Row) -> bool:
     )
 
 
-def _all_factors(exhibit: Exhibit, row: Row) -> dict[Coordinate, float] | None:
-    """Return the factor of every rank's tensor; None where one is no multiple or too short."""
+def _factors(exhibit: Exhibit, row: Row) -> dict[Coordinate, float] | None:
+    """Return the factor of every rank's part that is not zero; None where one is no multiple."""
     held, whole = exhibit.locals(row), exhibit.reference(row)
     found: dict[Coordinate, float] = {}
     for part, coordinates in exhibit.regions(row).items():
         due = take_region(whole, part)
         power = float(due.square().sum())
-        if due.numel() < 2 or not power:
-            return None
-        for at in coordinates:
+        for at in coordinates if power else ():
             k = float((held[at] * due).sum()) / power
             off = float((held[at] - k * due).norm())
-            if not k or off > 4.0 * exhibit.tolerance(row) * max(1.0, abs(k)):
+            if off > 4.0 * exhibit.tolerance(row) * max(1.0, abs(k)):
                 return None
             found[at] = k
+    return found
+
+
+def _all_factors(exhibit: Exhibit, row: Row) -> dict[Coordinate, float] | None:
+    """Return the factor of every rank's tensor; None where one is no multiple or too short."""
+    found = _factors(exhibit, row)
+    parts = exhibit.regions(row)
+    is_short = any(math.prod(part.shape) < 2 for part in parts)
+    is_whole = found is not None and len(found) == sum(map(len, parts.values()))
+    if found is None or not is_whole or is_short or not all(found.values()):
+        return None
     return found
 
 
