@@ -237,8 +237,12 @@ class Ensemble:
 
 def _squares_by_row(difference: Tensor, value: Tensor) -> Tensor:
     """Return sums of squares by dim-0 row of `value`, whose complex entries are [..., 2]."""
-    parts = difference.reshape(value.shape[0] if value.ndim else 1, -1)
-    return torch.linalg.vector_norm(parts, dim=1).square_()
+    return _row_norms(difference, value).square_()
+
+
+def _row_norms(real: Tensor, value: Tensor) -> Tensor:
+    """Return norms by dim-0 row of `value`, given as real numbers; none for no rows."""
+    return torch.linalg.vector_norm(rows_of(real) if value.ndim else real.reshape(1, -1), dim=1)
 
 
 @dataclass
@@ -261,13 +265,11 @@ class Scale:
     def of(cls, value: Tensor) -> Scale:
         """Measure S, or what stands in for it."""
         real = as_real(value).to(torch.float64)
-        flat = rows_of(real) if value.ndim else real.reshape(1, -1)
-        rows = torch.linalg.vector_norm(flat, dim=1)
+        rows = _row_norms(real, value)
         whole = float(torch.linalg.vector_norm(rows))
         if math.isfinite(whole):
             return cls(rows, whole, value.numel(), True)
-        clean = flat.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-        rows = torch.linalg.vector_norm(clean, dim=1)
+        rows = _row_norms(real.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0), value)
         return cls(rows, float(torch.linalg.vector_norm(rows)), value.numel(), False)
 
 

@@ -19,6 +19,7 @@ from judging import (
     judge_runs,
 )
 from judging_cases import make_case
+from torch import Tensor, nn
 
 from spmd_verify.floor_table import FloorTable
 
@@ -177,6 +178,32 @@ def test_parameters_that_only_the_free_run_leaves_undecided_are_judged_anchored(
 
     assert (row.run, row.verdict) == ("anchored", "rounding")
     assert "only rounding decides" in row.unknown["free_run"]
+
+
+class UnusedExpert(nn.Module):
+    """Of two experts the second gets no rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(6, 5), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.used(x), self.unused(x[:0])])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_outputs_without_rows_have_floors_too(tmp_path: Path, dtype: str) -> None:
+    case = make_case(
+        "own",
+        dtype=dtype,
+        optimizer="sgd",
+        model=UnusedExpert,
+        inputs=lambda: [torch.randn(8, 6)],
+    )
+    judged = Bench(case, tmp_path)
+
+    assert not failing(judged.judge(CLEAN["contraction in 2"]))
+    assert failing(judged.judge(ScaledGradient("fault", "used.weight", 1.0001)))
 
 
 def test_bfloat16_candidates_pass_and_faults_are_seen(bench: Benches) -> None:
