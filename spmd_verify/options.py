@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from spmd_verify.errors import UsageError, choices_text
-from spmd_verify.style_ids import axis_name
+from spmd_verify.style_ids import bare_mesh
 
 DTYPES: Final[tuple[str, ...]] = ("float32", "float64", "bfloat16")
 # Dtypes in which a wrong formula is far above rounding (`drawn_check.TOLERANCES`).
@@ -39,7 +39,10 @@ class MeshSpec:
 
     def resolve(self, style: str) -> dict[str, int]:
         """Return `{axis name: ranks}` in mesh order for one style."""
-        return {name or axis_name(style): size for name, size in self.axes}
+        (name, size), *others = self.axes
+        if name is None:
+            return bare_mesh(style, size)
+        return {name: size, **{str(each): ranks for each, ranks in others}}
 
     def text(self, style: str) -> str:
         """Return the form that records hold, `dp=2,tp=2`."""

@@ -51,6 +51,15 @@ STYLES: Final[tuple[StyleId, ...]] = (
     StyleId("pp", "torch", "pipeline stages", ("pp",), False),
     StyleId("ep", "torch", "experts spread over ranks", ("ep",), False),
     StyleId("zero1", "torch", "ZeroRedundancyOptimizer", ("dp",), False),
+    StyleId("fsdp2+tp", "torch", "fully_shard over what tp has split", ("dp", "tp"), False),
+    StyleId("ddp+pp", "torch", "DistributedDataParallel of every stage", ("dp", "pp"), False),
+    StyleId(
+        "hsdp+tp",
+        "torch",
+        "fully_shard on two axes over what tp has split",
+        ("replicate", "shard", "tp"),
+        False,
+    ),
 )
 
 ALIASES: Final[dict[str, str]] = {
@@ -74,6 +83,29 @@ TORCH: Final[tuple[str, ...]] = tuple(
 DATA_AXES: Final[frozenset[str]] = frozenset({"dp", "fsdp", "replicate", "shard"})
 _AXIS_TOKENS: Final[tuple[str, ...]] = ("dp", "tp", "sp", "pp", "ep", "cp", "fsdp")
 _BY_NAME: Final = {style.name: style for style in STYLES}
+
+
+def bare_mesh(style: str, ranks: int) -> dict[str, int]:
+    """Return the mesh that a bare number of ranks means for a style, `{axis: ranks}`.
+
+    A style of several axes gets the most even factors of at least 2, the later axes the larger
+    ones; where there are none, all ranks are on its first axis and the style says so.
+    """
+    names = _BY_NAME[style].axes if style in _BY_NAME else (axis_name(style),)
+    sizes = _factors(ranks, len(names)) if len(names) > 1 else None
+    return dict(zip(names, sizes, strict=True)) if sizes else {names[0]: ranks}
+
+
+def _factors(number: int, count: int, least: int = 2) -> tuple[int, ...] | None:
+    """Return the rising factors >= `least` of a number whose largest is smallest, if any."""
+    if count == 1:
+        return (number,) if number >= least else None
+    found = [
+        (factor, *rest)
+        for factor in range(least, math.isqrt(number) + 1)
+        if number % factor == 0 and (rest := _factors(number // factor, count - 1, factor))
+    ]
+    return min(found, key=max, default=None)
 
 
 def axis_name(style: str) -> str:
@@ -120,7 +152,7 @@ def select(patterns: Sequence[str], user_styles: Sequence[str] = ()) -> tuple[st
     wanted = list(patterns) or ["engine", *(["user"] if user_styles else [])]
     chosen: set[str] = set()
     for pattern in wanted:
-        chosen.update(_matches(ALIASES.get(pattern, pattern), user_styles))
+        chosen.update(_matches(_canonical(pattern), user_styles))
     order = [style.name for style in STYLES] + list(user_styles)
     return tuple(name for name in order if name in chosen)
 
@@ -136,7 +168,7 @@ def _matches(pattern: str, user_styles: Sequence[str]) -> list[str]:
     found += [name for name in user_styles if fnmatch.fnmatchcase(name, pattern)]
     if found:
         return found
-    if named or _is_combination(pattern):
+    if named:
         raise UsageError(
             f"Style cannot be run yet: {pattern!r}. It is planned, not part of this version. "
             f"Use one of {', '.join(ENGINE)}",
@@ -150,15 +182,14 @@ def _matches(pattern: str, user_styles: Sequence[str]) -> list[str]:
     )
 
 
+def _canonical(pattern: str) -> str:
+    """Return a pattern with aliases replaced, joined ones too."""
+    return "+".join(ALIASES.get(part, part) for part in pattern.split("+"))
+
+
 def _names(pattern: str, style: StyleId) -> bool:
     """Say whether a pattern means this built-in style."""
     return pattern in ("all", style.group) or fnmatch.fnmatchcase(style.name, pattern)
-
-
-def _is_combination(pattern: str) -> bool:
-    """Say whether a pattern joins torch ids by `+`, such as `fsdp2+tp`."""
-    parts = pattern.split("+")
-    return len(parts) > 1 and all(ALIASES.get(part, part) in _BY_NAME for part in parts)
 
 
 def data_ranks(axes: Mapping[str, int]) -> int:

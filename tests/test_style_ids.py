@@ -3,7 +3,7 @@
 import pytest
 
 from spmd_verify.errors import CaseError, UsageError
-from spmd_verify.style_ids import ENGINE, axis_name, check_user_styles, select
+from spmd_verify.style_ids import ENGINE, axis_name, bare_mesh, check_user_styles, select
 
 TORCH = ("ddp", "fsdp2", "hsdp")
 
@@ -50,6 +50,27 @@ def test_a_planned_style_is_refused_by_name(pattern: str) -> None:
 )
 def test_the_axis_of_a_bare_mesh_is_a_whole_token_of_the_name(style: str, axis: str) -> None:
     assert axis_name(style) == axis
+
+
+@pytest.mark.parametrize(
+    ("style", "ranks", "mesh"),
+    [
+        ("ddp", 6, {"dp": 6}),
+        ("ddp", 1, {"dp": 1}),
+        ("hsdp", 4, {"replicate": 2, "shard": 2}),
+        ("hsdp", 8, {"replicate": 2, "shard": 4}),
+        ("hsdp", 12, {"replicate": 3, "shard": 4}),
+        ("hsdp+tp", 8, {"replicate": 2, "shard": 2, "tp": 2}),
+        ("hsdp+tp", 12, {"replicate": 2, "shard": 2, "tp": 3}),
+        ("hsdp", 2, {"replicate": 2}),
+        ("hsdp", 5, {"replicate": 5}),
+        ("mine", 4, {"dp": 4}),
+    ],
+)
+def test_a_bare_number_becomes_the_most_even_mesh(
+    style: str, ranks: int, mesh: dict[str, int]
+) -> None:
+    assert bare_mesh(style, ranks) == mesh
 
 
 @pytest.mark.parametrize("name", ["replicate", "ddp", "tensor_parallel", "engine"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor, nn
 
@@ -13,6 +13,9 @@ from spmd_verify.errors import Unsupported
 from spmd_verify.style_ids import DATA_AXES
 from spmd_verify.styles.eager import refuse_uneven
 from spmd_verify.styles.torch_refusals import torch_refuses
+
+# Data axes of the meshes that messages show, by how many there are.
+_EXAMPLES: Final[tuple[tuple[str, ...], ...]] = ((), ("dp",), ("replicate", "shard"))
 
 
 @dataclass(frozen=True)
@@ -82,19 +85,23 @@ class TorchRecipe:
         refuse_uneven(self.name, path, size, axis, ranks)
 
 
-def check_axes(style: str, axes: Mapping[str, int], count: int) -> None:
-    """Refuse a mesh that is not made of `count` data axes.
+def check_axes(style: str, axes: Mapping[str, int], count: int, own: tuple[str, ...] = ()) -> None:
+    """Refuse a mesh that is not made of `count` data axes and then the axes `own`.
 
     Raises:
         Unsupported: `style-axes`.
     """
-    if len(axes) == count and set(axes) <= DATA_AXES:
+    names = list(axes)
+    has_data = len(names) == count + len(own) and set(names[:count]) <= DATA_AXES
+    if has_data and tuple(names[count:]) == own:
         return
     shown = ",".join(f"{name}={size}" for name, size in axes.items())
-    wanted = "one data axis" if count == 1 else f"{count} data axes"
-    example = {1: "--mesh 4", 2: "--mesh replicate=2,shard=2"}[count]
+    data = {0: [], 1: ["one data axis"]}.get(count, [f"{count} data axes"])
+    wanted = " and then ".join([*data, *(f"the axis {name}" for name in own)])
+    which = f" ({', '.join(sorted(DATA_AXES))})" if count else ""
+    example = ",".join(f"{name}=2" for name in (*_EXAMPLES[count], *own))
     raise Unsupported(
-        f"The mesh does not fit the style: {style} runs on {wanted} "
-        f"({', '.join(sorted(DATA_AXES))}), the mesh is {shown}. Use for example {example}",
+        f"The mesh does not fit the style: {style} runs on {wanted}{which}, the mesh is {shown}. "
+        f"Use for example --mesh {example}",
         slug="style-axes",
     )
