@@ -117,6 +117,7 @@ class Walk:
     skip: set[int] = field(default_factory=set)
     containers: list[Container] = field(default_factory=list)
     _kept: list[Any] = field(default_factory=list)
+    _globals: dict[int, Container] = field(default_factory=dict)
 
     def visit(self, name: str, value: Any, depth: int = 0) -> None:
         """Enter `value` if it can hold tensors or numbers."""
@@ -185,11 +186,20 @@ class Walk:
                 self.visit(_join(name, variable), _cell(cell), depth)
         names = frozenset(_global_names(code)) & function.__globals__.keys()
         named = {n for n in names if not isinstance(function.__globals__[n], types.ModuleType)}
-        self.containers.append(Container("globals", function.__globals__, frozenset(named)))
+        self._read_globals(function.__globals__, frozenset(named))
         for key in sorted(named):
             self.visit(f"globals.{key}", function.__globals__[key], depth)
         self.visit(name, function.__defaults__, depth)
         self.visit(name, function.__kwdefaults__, depth)
+
+    def _read_globals(self, table: dict[str, Any], named: frozenset[str]) -> None:
+        """Count in the globals that one more function of a file names: one container a file."""
+        known = self._globals.get(id(table))
+        if known is None:
+            known = self._globals[id(table)] = Container("globals", table, frozenset())
+            self.containers.append(known)
+        assert known.keys is not None, "made with keys"
+        known.keys |= named
 
 
 def _join(name: str, key: Any) -> str:

@@ -116,3 +116,32 @@ def test_every_constant_counts():
     losses = [lambda m, x, k=k: pure(m, x) * k for k in (2.0, 2.0000000000000004)]
     first, second = programs(losses[0])[0], programs(losses[1])[0]
     assert fingerprint(first) != fingerprint(second)
+
+
+WIDTH = 2
+SHIFT = 0.5
+
+
+def _scaled(x):
+    return x * WIDTH
+
+
+def _shifted(x):
+    return x + SHIFT
+
+
+def test_constants_that_several_functions_of_a_file_name_are_no_counters():
+    def step(model, optimizer, x):
+        optimizer.zero_grad()
+        loss = _shifted(_scaled(model(x))).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    model = nn.Linear(3, 2)
+    replay = Replay(step)
+    replay(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(4, 3))
+
+    assert not replay.counters
+    assert not replay.program.python
+    assert replay.program.is_portable
