@@ -39,7 +39,8 @@ from tabulate import tabulate  # noqa: E402
 
 from spmd_verify import record as records  # noqa: E402
 from spmd_verify import run  # noqa: E402
-from spmd_verify.options import MeshSpec, Options  # noqa: E402
+from spmd_verify.mesh_spec import MeshSpec  # noqa: E402
+from spmd_verify.options import Options  # noqa: E402
 from spmd_verify.progress import Progress  # noqa: E402
 from spmd_verify.record import Record  # noqa: E402
 

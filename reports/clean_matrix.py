@@ -42,7 +42,8 @@ def planned() -> list[tuple[str, str, int, str, str, tuple[str, ...]]]:
 
 def run(name: str, dtype: str, seed: int, group: str, runner: str, meshes: tuple[str, ...]) -> Any:
     """Run the checker and return what the table needs."""
-    from spmd_verify.options import Options, parse_mesh
+    from spmd_verify.mesh_spec import parse_mesh
+    from spmd_verify.options import Options
     from spmd_verify.progress import Progress
     from spmd_verify.run import verify
 

@@ -57,7 +57,8 @@ def file_of(address: str, dtype: str) -> Path:
 def judge(address: str, dtype: str, meshes: tuple[str, ...]) -> dict[str, Any]:
     """Run the checker on one case and return what the table needs of its record."""
     from spmd_verify.errors import SpmdVerifyError
-    from spmd_verify.options import Options, parse_mesh
+    from spmd_verify.mesh_spec import parse_mesh
+    from spmd_verify.options import Options
     from spmd_verify.progress import Progress
     from spmd_verify.run import verify
 

@@ -71,9 +71,9 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     add = what.add_argument
     add("--styles", action="append", metavar="IDS", help="ids, globs, groups engine, torch, user, "
         "all; commas or repeated (default: engine and the file's own)")  # fmt: skip
-    add("--mesh", help="4, dp=4 or dp=2,tp=2 (default: 2 ranks)")
-    add("--mesh-sweep", action="append", default=[], metavar="MESH", help="several meshes, one "
-        "after the other; repeatable")  # fmt: skip
+    add("--mesh", help="4, 2x2, dp=4 or dp=2,tp=2 (default: 2 ranks)")
+    add("--mesh-sweep", action="append", default=[], metavar="MESHES", help="several meshes, 2,4 "
+        "or dp=2,tp=2, and the smallest condition under which cells fail; repeatable")  # fmt: skip
     add("--dtype", help="float32, float64 or bfloat16 (default: float32)")
     add("--exact", action="store_true", default=None, help="single steps from few-bit values, "
         "judged bit for bit")  # fmt: skip

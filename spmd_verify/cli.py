@@ -15,7 +15,8 @@ from typing import Any
 from spmd_verify.arguments import flag_settings, parse_arguments, report_argument
 from spmd_verify.errors import InternalError, SpmdVerifyError
 from spmd_verify.exit_codes import INTERNAL, INTERRUPTED, PASSED, WRONG_USE
-from spmd_verify.options import FuzzOptions, Options, parse_mesh
+from spmd_verify.mesh_spec import parse_mesh, parse_sweep
+from spmd_verify.options import FuzzOptions, Options
 from spmd_verify.style_ids import STYLES
 
 
@@ -83,7 +84,7 @@ def options_from(arguments: argparse.Namespace, words: Sequence[str]) -> Options
         explain=arguments.explain,
         list_only=arguments.list_only,
         verbosity=-1 if arguments.quiet else arguments.verbose,
-        mesh_sweep=tuple(parse_mesh(text) for text in arguments.mesh_sweep),
+        mesh_sweep=tuple(mesh for text in arguments.mesh_sweep for mesh in parse_sweep(text)),
         reports=tuple(report_argument(text) for text in arguments.report),
         overrides={"inputs": "adversarial"} if arguments.adversarial else {},
         command=("spmd-verify", *words),

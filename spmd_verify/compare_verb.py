@@ -10,7 +10,7 @@ from pathlib import Path
 from spmd_verify import record_changes
 from spmd_verify.errors import UsageError
 from spmd_verify.exit_codes import decide
-from spmd_verify.options import parse_mesh
+from spmd_verify.mesh_spec import parse_mesh
 from spmd_verify.record import Record, decode
 from spmd_verify.reporters import terminal
 from spmd_verify.verdict import LIMITS

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from spmd_verify.errors import UsageError, choices_text
-from spmd_verify.style_ids import bare_mesh
+from spmd_verify.mesh_spec import MeshSpec
 
 DTYPES: Final[tuple[str, ...]] = ("float32", "float64", "bfloat16")
 # Dtypes in which a wrong formula is far above rounding (`drawn_check.TOLERANCES`).
@@ -18,65 +18,9 @@ RUNNERS: Final[tuple[str, ...]] = ("processes", "lockstep")
 # One machine runs 16 gloo ranks before scheduling dominates; lockstep
 # walked 1,024 ranks in 0.3 s a step, four times that is the limit.
 MAX_RANKS: Final[dict[str, int]] = {"processes": 16, "lockstep": 4096}
-DEFAULT_RANKS: Final = 2
+DEFAULT_MESH: Final = MeshSpec(((None, 2),))
 DEFAULT_TIMEOUT_SECONDS: Final = 300.0
 DEFAULT_FAULTS: Final = 24
-
-
-@dataclass(frozen=True)
-class MeshSpec:
-    """A mesh as asked for: `(axis name or None, ranks)` per axis, in mesh order.
-
-    The name is None only for a bare number, whose axis each style names itself.
-    """
-
-    axes: tuple[tuple[str | None, int], ...]
-
-    @property
-    def num_ranks(self) -> int:
-        """Return the world size."""
-        return math.prod(size for _, size in self.axes)
-
-    def resolve(self, style: str) -> dict[str, int]:
-        """Return `{axis name: ranks}` in mesh order for one style."""
-        (name, size), *others = self.axes
-        if name is None:
-            return bare_mesh(style, size)
-        return {name: size, **{str(each): ranks for each, ranks in others}}
-
-    def text(self, style: str) -> str:
-        """Return the form that records hold, `dp=2,tp=2`."""
-        return ",".join(f"{name}={size}" for name, size in self.resolve(style).items())
-
-
-def parse_mesh(text: str) -> MeshSpec:
-    """Read `4`, `dp=4` or `dp=2,tp=2`.
-
-    Raises:
-        UsageError: `malformed-mesh`.
-    """
-    parts = [part.strip() for part in text.split(",")]
-    axes: list[tuple[str | None, int]] = []
-    for part in parts:
-        name, equals, size = part.rpartition("=")
-        has_name = bool(equals) and name.strip().isidentifier()
-        if not size.strip().isdecimal() or int(size) < 1 or (bool(equals) and not has_name):
-            raise _malformed_mesh(text, f"{part!r} is not AXIS=RANKS with at least one rank")
-        axes.append((name.strip() if has_name else None, int(size)))
-    names = [name for name, _ in axes]
-    if len(axes) > 1 and None in names:
-        raise _malformed_mesh(text, "with several axes each needs a name")
-    if len(set(names)) < len(names):
-        raise _malformed_mesh(text, "an axis is named twice")
-    return MeshSpec(tuple(axes))
-
-
-def _malformed_mesh(text: str, why: str) -> UsageError:
-    return UsageError(
-        f"Cannot read the mesh: --mesh {text!r}. {why}. Write a number of ranks such as 4, or "
-        f"named axes such as dp=2,tp=2",
-        slug="malformed-mesh",
-    )
 
 
 @dataclass(frozen=True)
@@ -115,7 +59,7 @@ class Options:
 
     targets: tuple[str, ...]
     styles: tuple[str, ...] = ()
-    mesh: MeshSpec = MeshSpec(((None, DEFAULT_RANKS),))
+    mesh: MeshSpec = DEFAULT_MESH
     mesh_sweep: tuple[MeshSpec, ...] = ()
     dtype: str = "float32"
     steps: int = 3

@@ -18,10 +18,12 @@ import msgspec
 
 import spmd_verify.record as records
 from spmd_verify.address import expand
+from spmd_verify.conditions import condition
 from spmd_verify.errors import RankError, SpmdVerifyError
 from spmd_verify.examiner import Examiner
 from spmd_verify.exit_codes import fails
-from spmd_verify.options import MeshSpec, Options, check_rank_limit
+from spmd_verify.mesh_spec import MeshSpec
+from spmd_verify.options import Options, check_rank_limit
 from spmd_verify.prober import Prober
 from spmd_verify.record import CaseInfo, Cell, Record, Tie
 from spmd_verify.reference_cache import cache_folder
@@ -129,7 +131,19 @@ def verify(options: Options, progress: Progress, after_cell: AfterCell | None = 
                     break
         finally:
             run.stop()
+    if len(options.meshes) > 1:
+        found.unknown["conditions"] = _conditions(found)
     return found
+
+
+def _conditions(record: Record) -> dict[str, str]:
+    """Return when the cells of a sweep fail, by case."""
+    strict = bool(record.settings["strict"])
+    by_case: dict[str, list[Cell]] = {}
+    for cell in record.cells:
+        by_case.setdefault(cell.case, []).append(cell)
+    said = {case: condition(cells, strict=strict) for case, cells in by_case.items()}
+    return {case: text for case, text in said.items() if text is not None}
 
 
 def _settings(options: Options) -> dict[str, object]:

@@ -82,6 +82,17 @@ TORCH: Final[tuple[str, ...]] = tuple(
 )
 DATA_AXES: Final[frozenset[str]] = frozenset({"dp", "fsdp", "replicate", "shard"})
 _AXIS_TOKENS: Final[tuple[str, ...]] = ("dp", "tp", "sp", "pp", "ep", "cp", "fsdp")
+# What a token of a style's name says of it.
+TRAITS: Final[dict[str, str]] = {
+    "ddp": "data parallel",
+    "fsdp2": "sharded data parallel",
+    "hsdp": "hybrid sharded data parallel",
+    "tp": "tensor parallel",
+    "sp": "sequence parallel",
+    "cp": "context parallel",
+    "pp": "pipeline parallel",
+    "ep": "expert parallel",
+}
 _BY_NAME: Final = {style.name: style for style in STYLES}
 
 
@@ -91,9 +102,39 @@ def bare_mesh(style: str, ranks: int) -> dict[str, int]:
     A style of several axes gets the most even factors of at least 2, the later axes the larger
     ones; where there are none, all ranks are on its first axis and the style says so.
     """
-    names = _BY_NAME[style].axes if style in _BY_NAME else (axis_name(style),)
+    names = _own_axes(style) if style in _BY_NAME else (axis_name(style),)
     sizes = _factors(ranks, len(names)) if len(names) > 1 else None
     return dict(zip(names, sizes, strict=True)) if sizes else {names[0]: ranks}
+
+
+def axis_names(style: str, count: int) -> tuple[str, ...]:
+    """Return the axes that a mesh of `count` sizes without names has under a style.
+
+    A built-in style has its own list, a user style those its name has; where they are another
+    number, the usual ones.
+    """
+    own = _own_axes(style)
+    if len(own) == count:
+        return own
+    usual = {1: (axis_name(style),), 2: ("dp", "tp"), 3: ("replicate", "shard", "tp")}
+    return usual.get(count, tuple(f"axis{i}" for i in range(count)))
+
+
+def _own_axes(style: str) -> tuple[str, ...]:
+    """Return the axes in a style's list, or those in its name as whole tokens."""
+    if style in _BY_NAME:
+        return _BY_NAME[style].axes
+    return tuple(dict.fromkeys(token for token in _tokens(style) if token in _AXIS_TOKENS))
+
+
+def traits(style: str) -> tuple[str, ...]:
+    """Return what the whole tokens of a style's name say of it."""
+    return tuple(TRAITS[token] for token in _tokens(style) if token in TRAITS)
+
+
+def _tokens(style: str) -> list[str]:
+    """Return the parts of a style's name between `_`, `+` and `-`."""
+    return style.replace("+", "_").replace("-", "_").split("_")
 
 
 def _factors(number: int, count: int, least: int = 2) -> tuple[int, ...] | None:
@@ -114,10 +155,7 @@ def axis_name(style: str) -> str:
     A built-in style has its own list. For a user style the axis is a whole token of its
     name between `_`, `+` or `-`; `dp` where no token is an axis.
     """
-    if style in _BY_NAME:
-        return _BY_NAME[style].axes[0]
-    tokens = style.replace("+", "_").replace("-", "_").split("_")
-    return next((token for token in tokens if token in _AXIS_TOKENS), "dp")
+    return next(iter(_own_axes(style)), "dp")
 
 
 def check_user_styles(names: Sequence[str], where: str) -> None:

@@ -18,8 +18,9 @@ from spmd_verify.arguments import parse_arguments
 from spmd_verify.case import load_case
 from spmd_verify.cli import options_from
 from spmd_verify.errors import UsageError
+from spmd_verify.mesh_spec import MeshSpec
 from spmd_verify.model_build import evaluating
-from spmd_verify.options import MeshSpec, Options
+from spmd_verify.options import Options
 from spmd_verify.progress import Progress
 from spmd_verify.record import Cell
 

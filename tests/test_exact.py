@@ -20,7 +20,8 @@ from spmd_verify.exact_draws import has_few_bits
 from spmd_verify.exact_proof import ExactnessProof
 from spmd_verify.exact_reference import make_exact_reference
 from spmd_verify.members import Permuted, Plain
-from spmd_verify.options import MeshSpec, Options
+from spmd_verify.mesh_spec import MeshSpec
+from spmd_verify.options import Options
 from spmd_verify.record import Cell, Record
 from spmd_verify.reporters import terminal
 from spmd_verify.styles.base import StyleContext

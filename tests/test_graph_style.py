@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from spmd_verify import run
-from spmd_verify.options import MeshSpec, Options
+from spmd_verify.mesh_spec import MeshSpec
+from spmd_verify.options import Options
 from spmd_verify.record import Cell, Record
 
 pytestmark = pytest.mark.dist

@@ -3,7 +3,8 @@
 import pytest
 
 from spmd_verify.errors import UsageError
-from spmd_verify.options import MeshSpec, Options, parse_mesh
+from spmd_verify.mesh_spec import MeshSpec, parse_mesh, parse_sweep
+from spmd_verify.options import Options
 
 
 def test_a_bare_number_takes_its_axis_from_the_style() -> None:
@@ -57,3 +58,24 @@ def test_lockstep_allows_more_ranks() -> None:
 
     assert options.checked() is options
     assert options.rank_limit == 4096
+
+
+@pytest.mark.parametrize(
+    ("text", "style", "meshes"),
+    [
+        ("2,4", "ddp", [{"dp": 2}, {"dp": 4}]),
+        ("2x2", "fsdp2+tp", [{"dp": 2, "tp": 2}]),
+        ("2x2,4x2", "mine", [{"dp": 2, "tp": 2}, {"dp": 4, "tp": 2}]),
+        ("2x3", "my_pp_dp", [{"pp": 2, "dp": 3}]),
+        ("2x2x2", "hsdp+tp", [{"replicate": 2, "shard": 2, "tp": 2}]),
+        ("2x2", "ddp", [{"dp": 2, "tp": 2}]),
+        ("dp=2,tp=2", "mine", [{"dp": 2, "tp": 2}]),
+    ],
+)
+def test_a_sweep_is_meshes_by_commas_or_one_with_names(text, style, meshes) -> None:
+    assert [mesh.resolve(style) for mesh in parse_sweep(text)] == meshes
+
+
+def test_a_wrong_sweep_is_named_by_its_own_flag() -> None:
+    with pytest.raises(UsageError, match=r"--mesh-sweep '2y2'"):
+        parse_sweep("4,2y2")

@@ -14,7 +14,8 @@ import pytest
 
 from spmd_verify import run
 from spmd_verify.errors import CaseError, ReferenceRunError, UsageError
-from spmd_verify.options import MeshSpec, Options
+from spmd_verify.mesh_spec import MeshSpec
+from spmd_verify.options import Options
 from spmd_verify.record import Cell, Record, decode
 
 pytestmark = pytest.mark.dist

@@ -75,7 +75,7 @@ def test_a_passing_run_says_how_much_room_is_left() -> None:
     text = render(Record(cells=[_cell(), _cell("default", "exact", worst=None)]))
 
     assert text.splitlines()[0].split("  ")[0] == "style"
-    assert text.splitlines()[0].split()[-2:] == ["exercised", "fallbacks"]
+    assert text.splitlines()[0].split()[-3:] == ["exercised", "fallbacks", "seconds"]
     assert "fc.weight (gradients, step 1)" in text
     assert "3e-08 / 6e-08 = 0.5" in text
     assert "42 of 44" in text

@@ -51,7 +51,7 @@ def _table(record: Record) -> str:
     has_cases = len({cell.case for cell in record.cells}) > 1
     has_dtypes = len({cell.dtype for cell in record.cells}) > 1
     has_probes = any("probe" in cell.unknown for cell in record.cells)
-    headers = ["case"] * has_cases + ["dtype"] * has_dtypes + [*_HEADERS, "fallbacks"]
+    headers = ["case"] * has_cases + ["dtype"] * has_dtypes + [*_HEADERS, "fallbacks", "seconds"]
     lines = [
         [cell.case] * has_cases + [cell.dtype] * has_dtypes + _cell_line(cell)
         for cell in record.cells
@@ -75,6 +75,7 @@ def _cell_line(cell: Cell) -> list[str]:
         _over(worst.error, worst.noise, worst.ratio) if worst else _NOTHING,
         f"{cell.exercised.n} of {cell.exercised.of}" if cell.exercised else _NOTHING,
         _counted(cell.fallbacks) or "none",
+        f"{cell.duration_seconds:.1f}" if cell.duration_seconds else _NOTHING,
     ]
 
 
@@ -201,6 +202,7 @@ def _summary(record: Record) -> str:
     lines += [
         f"note: {cell.id}: {cell.message}" for cell in judged if cell.message and cell not in failed
     ]
+    lines += [f"{case}: {text}" for case, text in record.unknown.get("conditions", {}).items()]
     lines += [_exactness(*pair) for pair in record.unknown.get("exact", {}).items()]
     for address, notes in record.unknown.get("notes", {}).items():
         lines += [f"note: {address}: {note}" for note in notes]
