@@ -83,7 +83,8 @@ class Examination:
             names = list(dict.fromkeys([first.name, *alike, *affected(self.exhibit)]))
             found = self.last_resort(first) or cause(
                 "unexplained",
-                f"no known cause fits {words.listed(names)} on {self.mesh_text()}",
+                f"no known cause fits {words.listed(names)} on {self.mesh_text()}"
+                f"{self.where(first)}",
                 residual=first.ratio,
                 ranks=first.ranks,
                 tensors=names,
@@ -97,6 +98,11 @@ class Examination:
             # A reporting fault is no training fault: the row fails, the cell does not.
             self.cell.verdict = str(Verdict.ROUNDING)
         return ExamineReport(self.encoded(), wanted)
+
+    def where(self, first: Row) -> str:
+        """Return the ranks that differ, where they are not all."""
+        is_everywhere = len(set(first.ranks)) in (0, len(self.exhibit.dump.ranks))
+        return "" if is_everywhere else f", {words.ranks_text(first.ranks)}"
 
     def encoded(self) -> bytes:
         """Return the cell with its rows counted again, and what could not be run for it."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from spmd_verify.causes import (
+    calls,
     clips,
     forward,
     gradients,
@@ -55,12 +56,14 @@ GRADIENTS: Final[Sequence[Hypothesis]] = (
     clips.clipped,
     gradients.tied,
     gradients.stale,
+    calls.rescaled_alike,
     gradients.uniform_factor,
     gradients.unused,
     shards.missing_reduction,
     gradients.own_data,
     means.mean_of_means,
     means.mean_of_sample_means,
+    calls.rescaled,
     gradients.weighted_ranks,
     shards.doubled_rows,
     gradients.loss_term,

@@ -261,6 +261,10 @@ def weighted_ranks(exhibit: Exhibit, row: Row) -> Cause | None:
     if not off:
         return None
     ranks = [part_ranks(exhibit)[i] for i in off]
+    who = f"the contribution of {ranks_text(ranks)}"
+    if set(ranks) & {part_ranks(exhibit)[i] for i in range(len(ratios)) if i not in off}:
+        which = [str(exhibit.pieces[i].call) for i in off]
+        who = f"what micro-batches {', '.join(dict.fromkeys(which))} of {ranks_text(ranks)} give"
     shown = ", ".join(number(ratios[i]) for i in off)
     rows = [r for r in exhibit.mismatches(row.stage) if _same_ratios(exhibit, r, ratios)]
     names = names_of([row, *rows])
@@ -269,10 +273,7 @@ def weighted_ranks(exhibit: Exhibit, row: Row) -> Cause | None:
     what = "counted twice" if is_double else f"counted {shown} x"
     if all(abs(ratios[i]) < 1e-3 for i in off):
         kind, what = "missing_reduction", "not counted at all (0.0 x)"
-    text = (
-        f"{listed(names)}: the contribution of {ranks_text(ranks)} is {what}, the others "
-        f"{number(usual)} x; replicas agree"
-    )
+    text = f"{listed(names)}: {who} is {what}, the others {number(usual)} x; replicas agree"
     k = ratios[off[0]]
     return cause(kind, text, tensors=names, ranks=ranks, factor=k)
 

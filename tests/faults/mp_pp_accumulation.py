@@ -114,7 +114,9 @@ def _fault(kinds, mentions):
 
 
 EXPECT = {
-    "bad_scaled": _fault(["factor", "unexplained"], ["rear.2.weight", "pp"]),
+    "bad_scaled": _fault(
+        ["factor"], ["rear.2.weight", "0-3 0.2500 x, 4-7 1.0000", "each of the 2 calls"]
+    ),
     "good_scaled": {"verdict": "pass"},
     "bad_summed": _fault(["factor"], ["rear.2.weight", "8"]),
     "good_summed": {"verdict": "pass"},
