@@ -5,7 +5,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 WORKERS ?= 2
 
-.PHONY: help setup lint format types test test-fast table faults clean-matrix calibration costs bench-checker all
+.PHONY: help setup lint format types test test-fast table styles-table faults clean-matrix calibration costs bench-checker all
 
 help:  ## show this text
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | sort
@@ -35,6 +35,9 @@ table:  ## examples and Hugging Face types under the engine's styles; goes on wh
 
 faults:  ## the fault bench: every broken style and its corrected twin
 	PYTHONPATH=. $(PYTHON) reports/faults.py
+
+styles-table:  ## every style on ten models at 2 and 4 ranks; goes on where it was stopped
+	PYTHONPATH=. $(PYTHON) reports/styles.py
 
 clean-matrix:  ## false alarms: right styles on models, meshes, dtypes and seeds
 	PYTHONPATH=. $(PYTHON) reports/clean_matrix.py

@@ -7,7 +7,7 @@ import torch
 
 from spmd_verify.case import load_case
 
-EXAMPLES = ["mlp", "transformer", "conv", "moe", "recurrent"]
+EXAMPLES = ["mlp", "transformer", "conv", "conv_groupnorm", "moe", "recurrent"]
 
 
 def test_all_examples_are_listed(root: Path) -> None:
