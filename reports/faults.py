@@ -22,6 +22,30 @@ ROOT = Path(__file__).resolve().parent.parent
 CASES = ROOT / "tests" / "faults"
 FOLDER = ROOT / "reports" / "faults"
 PASSING = ("exact", "rounding", "undetermined")
+# What a checker has to catch at the least, and where it stands: file and style.
+ACCEPTANCE = {
+    "unequal token counts under DDP": ("dp_label_counts_per_rank", "bad"),
+    "a call around the wrapper": ("dp_inner_module_called", "bad"),
+    "an unused parameter holds a bucket back": ("dp_skipped_layer_holds_bucket", "bad"),
+    "fully_shard without the root": ("dp_fully_shard_leaves_root", "bad"),
+    "initial values drawn per rank": ("st_init_on_shards", "bad"),
+    "optimizer built before fully_shard": ("st_optimizer_first", "bad_fsdp"),
+    "optimizer built before tensor parallel": ("st_optimizer_first", "bad_tp"),
+    "norm weights under sequence parallel": ("mp_sp_norm_weights", "bad"),
+    "bias added before the reduction": ("mp_row_bias_each_rank", "bad"),
+    "fused projection cut as one matrix": ("mp_fused_qkv_chunk", "bad"),
+    "full logits into a vocabulary-parallel loss": ("mp_full_logits_vocab_loss", "bad"),
+    "rotary positions without offset": ("mp_rope_offset", "bad"),
+    "loss times the context-parallel ranks": ("mp_loss_times_cp", "bad"),
+    "expert gradients times the expert-parallel ranks": ("mp_experts_times_ep", "bad"),
+    "pipeline scales earlier gradients again": ("mp_pp_calls_alike", "bad"),
+    "tied embedding over stages": ("mp_tied_stages", "bad"),
+    "gradients reduced twice, then clipped": ("dp_ddp_and_manual_sum", "bad"),
+    "clipped by the norm of a shard": ("st_clip_norm_of_shard", "bad"),
+    "clipped by the norm of a stage": ("mp_pp_clip_per_stage", "bad"),
+    "LARS on shards": ("st_lars_local_trust", "bad"),
+    "an orthogonalised update on shards": ("st_muon_rows", "bad"),
+}
 
 
 def expectations(path: Path) -> dict[str, dict[str, Any]]:
@@ -143,6 +167,7 @@ def render(results: list[dict[str, Any]]) -> str:
         f"- files that could not be run: {len(broken)}",
         "",
     ]
+    lines += acceptance(results)
     rows = [
         [result["file"], result["dtype"], style["style"], style["verdict"], style.get("stage", ""),
          style.get("kind", ""), ", ".join(style["wrong"]) or "right"]
@@ -159,6 +184,25 @@ def is_right(path: Path, dtype: str) -> bool:
         return False
     result = json.loads(kept.read_text())
     return not result.get("error") and not any(style["wrong"] for style in result["styles"])
+
+
+def acceptance(results: list[dict[str, Any]]) -> list[str]:
+    """Return what was said of the faults that have to be caught at the least, as Markdown."""
+    found = {
+        (result["file"].removesuffix(".py"), style["style"]): style
+        for result in results
+        for style in result["styles"]
+    }
+    lines = ["## Faults that have to be caught", ""]
+    for title, key in ACCEPTANCE.items():
+        style = found.get(key)
+        if style is not None:
+            verdict = "right" if not style["wrong"] else f"WRONG: {', '.join(style['wrong'])}"
+            lines.append(
+                f"- **{title}** ({key[0]}, {verdict}): {style.get('stage')}, {style.get('kind')}: "
+                f"{style.get('cause')}"
+            )
+    return [*lines, ""]
 
 
 def main() -> int:

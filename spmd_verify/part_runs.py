@@ -6,7 +6,7 @@ what it explains.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,7 +75,12 @@ class PartRuns:
         self.device = SingleDevice(self.case)
 
     def record(
-        self, batch: Any, draws: CaseDtypeDraws | None = None, *, in_float64: bool = True
+        self,
+        batch: Any,
+        draws: CaseDtypeDraws | None = None,
+        *,
+        in_float64: bool = True,
+        changed: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
     ) -> StepRecord | None:
         """Return everything of one step on a batch; None where it cannot be run.
 
@@ -83,10 +88,16 @@ class PartRuns:
             batch: The batch.
             draws: Casts and traces what the step draws instead of the usual mode.
             in_float64: False for a run in the case's dtype.
+            changed: Makes other values of parameters, by name, before the step.
         """
         case = self.device.twin if in_float64 else self.case
         try:
             model, optimizer = self._prepared(in_float64=in_float64)
+            named = named_parameters(model)[0]
+            with torch.no_grad():
+                for name, change in (changed or {}).items():
+                    if name in named:
+                        named[name].copy_(change(named[name]))
             with self._around(draws, in_float64=in_float64):
                 found = observed_step(case)(model, optimizer, self._cast(batch, case.dtype))
             return {**found, **snapshot(model, optimizer)}

@@ -15,6 +15,7 @@ from spmd_verify.causes import (
     calls,
     clips,
     forward,
+    fused,
     gradients,
     means,
     patterns,
@@ -37,6 +38,7 @@ FORWARD: Final[Sequence[Hypothesis]] = (
     patterns.layout,
     forward.whole_factor,
     positions.position,
+    fused.fused_projection,
     forward.coupled_samples,
     patterns.precision,
 )
@@ -49,6 +51,7 @@ LOSS: Final[Sequence[Hypothesis]] = (
     forward.additive_loss,
     forward.whole_factor,
     forward.unreduced_output,
+    fused.fused_projection,
     patterns.precision,
 )
 GRADIENTS: Final[Sequence[Hypothesis]] = (

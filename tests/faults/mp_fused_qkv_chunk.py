@@ -101,10 +101,10 @@ step_good = step_bad
 EXPECT = {
     "bad": {
         "verdict": "mismatch",
-        "kind": ["layout", "unexplained"],
+        "kind": ["layout"],
         "stage": "module_outputs",
         "tensors": ["attn.mix"],
-        "mentions": ["attn.mix", "tp"],
+        "mentions": ["attn.mix", "tp", "block order 0, 3, 1, 4, 2, 5"],
     },
     "good": {"verdict": "pass"},
 }

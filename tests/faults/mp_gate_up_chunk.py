@@ -99,10 +99,10 @@ def gather_good(name, local_tensors):
 EXPECT = {
     "bad": {
         "verdict": "mismatch",
-        "kind": ["layout", "unexplained"],
+        "kind": ["layout"],
         "stage": "module_outputs",
         "tensors": ["ffn.product"],
-        "mentions": ["ffn.product", "tp"],
+        "mentions": ["ffn.product", "tp", "block order 0, 2, 4, 1, 3, 5"],
     },
     "good": {"verdict": "pass"},
 }
