@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
+from spmd_verify.cli import main
 from spmd_verify.conditions import condition
 from spmd_verify.record import Cell
 
@@ -81,3 +84,48 @@ def test_cells_without_a_verdict_do_not_count() -> None:
 
     assert condition(cells) == "fails iff dp >= 4 (1 of 2 cells judged)"
     assert condition(cells[:2]) is None
+
+
+BROKEN_OVER_TP = """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.fc(x).square().mean()
+
+
+def get_inputs():
+    return torch.randn(4, 4)
+
+
+def parallelize_mine(model, mesh):
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: _reduce(p, mesh))
+
+
+def parallelize_other(model, mesh):
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: _reduce(p, mesh["dp"]))
+
+
+def _reduce(parameter, mesh):
+    if mesh.ndim == 1:
+        torch.distributed.all_reduce(parameter.grad, group=mesh.get_group())
+        parameter.grad /= mesh.size()
+        return
+    for axis in ("dp", "tp"):
+        torch.distributed.all_reduce(parameter.grad, group=mesh.get_group(axis))
+    parameter.grad /= mesh.size(0)
+"""
+
+
+@pytest.mark.dist
+def test_a_sweep_says_when_a_style_fails(
+    write_case: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = "--mesh-sweep 2x1,1x2 --mesh-sweep dp=2,tp=2 --styles user --no-probe --steps 1"
+
+    assert main([str(write_case(BROKEN_OVER_TP)), *sweep.split()]) == 1
+    assert "fails iff tp >= 2 and style mine (2 of 6 cells judged)" in capsys.readouterr().out
