@@ -50,7 +50,7 @@ STYLES: Final[tuple[StyleId, ...]] = (
     StyleId("cp", "torch", "context parallel attention", ("cp",), False),
     StyleId("pp", "torch", "pipeline stages", ("pp",), False),
     StyleId("ep", "torch", "experts spread over ranks", ("ep",), False),
-    StyleId("zero1", "torch", "ZeroRedundancyOptimizer", ("dp",), False),
+    StyleId("zero1", "torch", "DistributedDataParallel with ZeroRedundancyOptimizer"),
     StyleId("fsdp2+tp", "torch", "fully_shard over what tp has split", ("dp", "tp"), False),
     StyleId("ddp+pp", "torch", "DistributedDataParallel of every stage", ("dp", "pp"), False),
     StyleId(

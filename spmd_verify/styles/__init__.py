@@ -25,6 +25,7 @@ _HOMES: Final[dict[str, str]] = {
     "ddp": "spmd_verify.styles.torch_ddp:STYLE",
     "fsdp2": "spmd_verify.styles.torch_fsdp:STYLE",
     "hsdp": "spmd_verify.styles.torch_fsdp:HYBRID",
+    "zero1": "spmd_verify.styles.torch_zero:STYLE",
 }
 
 
