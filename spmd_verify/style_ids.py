@@ -48,11 +48,11 @@ STYLES: Final[tuple[StyleId, ...]] = (
     StyleId("tp", "torch", "parallelize_module, column and row wise", ("tp",), False),
     StyleId("sp", "torch", "tensor parallel with sequence-sharded norms", ("sp",), False),
     StyleId("cp", "torch", "context parallel attention", ("cp",), False),
-    StyleId("pp", "torch", "pipeline stages", ("pp",), False),
+    StyleId("pp", "torch", "pipeline stages", ("pp",)),
     StyleId("ep", "torch", "experts spread over ranks", ("ep",), False),
     StyleId("zero1", "torch", "DistributedDataParallel with ZeroRedundancyOptimizer"),
     StyleId("fsdp2+tp", "torch", "fully_shard over what tp has split", ("dp", "tp"), False),
-    StyleId("ddp+pp", "torch", "DistributedDataParallel of every stage", ("dp", "pp"), False),
+    StyleId("ddp+pp", "torch", "DistributedDataParallel of every stage", ("dp", "pp")),
     StyleId(
         "hsdp+tp",
         "torch",

@@ -1,0 +1,270 @@
+"""The styles `pp` and `ddp+pp`: torch.distributed.pipelining over one axis.
+
+Every rank trains one stage. A schedule runs the micro-batches of the rank's part of the batch,
+the last stage has the loss, gradients are the mean over micro-batches. Under `ddp+pp` every stage
+is wrapped in DistributedDataParallel over the data axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+
+from spmd_verify.case import LoadedCase
+from spmd_verify.errors import Unsupported
+from spmd_verify.micro_batches import micro_batch_count, micro_batches
+from spmd_verify.observe import Observer
+from spmd_verify.style_ids import DATA_AXES
+from spmd_verify.styles.base import Observed, StyleContext
+from spmd_verify.styles.eager import EagerRun, EagerStyle, part_of
+from spmd_verify.styles.pipeline_cuts import stage_links
+from spmd_verify.styles.pipeline_stages import SplitModel, Stage, examples, split_model
+from spmd_verify.styles.torch_base import TorchRecipe, check_axes
+from spmd_verify.styles.torch_fsdp import blocks_of
+from spmd_verify.styles.torch_refusals import torch_refuses
+from spmd_verify.trajectory import optimizers_of
+
+AXIS: Final = "pp"
+_SCHEDULES: Final = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one case is run in stages.
+
+    Attributes:
+        links: The modules of every stage.
+        count: Micro-batches of a rank's part of the batch.
+        first: The first micro-batch of step 0, which the model is exported with.
+        output: The structure of the model's output.
+        schedule: `gpipe` or `1f1b`.
+    """
+
+    links: list[list[str]]
+    count: int
+    first: Any
+    output: pytree.TreeSpec
+    schedule: str
+
+
+@dataclass(frozen=True)
+class PipelineRecipe(TorchRecipe):
+    """Split the model, keep this rank's stage.
+
+    Attributes:
+        has_data_axis: Whether stages are wrapped in DistributedDataParallel.
+        plan: Where the model is split; made for each case.
+        splits: Where the split model is left for the run, one entry a build.
+    """
+
+    name: str = AXIS
+    has_data_axis: bool = False
+    plan: Plan | None = None
+    splits: list[SplitModel] = field(default_factory=list)
+
+    def wrap(self, case: LoadedCase, model: nn.Module, mesh: Any) -> tuple[nn.Module, Any]:
+        """Return this rank's stage and an optimizer of its parameters."""
+        assert self.plan is not None, "PipelineStyle.build makes it"
+        optimizer = case.optimizer(model)
+        args, kwargs, _ = case.split(self.plan.first)
+        with case.factory_mode():
+            split = split_model(self.name, model, self.plan.links, args, kwargs)
+        self.splits.append(split)
+        stage = split.stages[mesh.get_local_rank(AXIS)]
+        narrow(optimizer, stage)
+        if not self.has_data_axis:
+            return stage, optimizer
+        data = next(name for name in mesh.mesh_dim_names if name in DATA_AXES)
+        has_unused = any(p.requires_grad for p in _unused(split, stage))
+        wrapped = DistributedDataParallel(
+            stage, process_group=mesh.get_group(data), find_unused_parameters=has_unused
+        )
+        return wrapped, optimizer
+
+
+def _unused(split: SplitModel, stage: Stage) -> list[nn.Parameter]:
+    """Return the parameters that a stage has and no stage uses."""
+    own = dict(stage.module.named_parameters())
+    return [own[name] for name in split.left if name in own]
+
+
+def narrow(optimizer: Any, stage: nn.Module) -> None:
+    """Leave an optimizer of the whole model the parameters of a stage, in the same groups."""
+    own = {id(p) for p in stage.parameters()}
+    for single in optimizers_of(optimizer):
+        for group in single.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) in own]
+        for parameter in [p for p in single.state if id(p) not in own]:
+            del single.state[parameter]
+
+
+class PipelineRun(EagerRun):
+    """One stage of a model, stepped by a schedule."""
+
+    def __init__(self, recipe: PipelineRecipe, case: LoadedCase, context: StyleContext) -> None:
+        """Split the model and set up the schedule of this rank's stage."""
+        assert recipe.plan is not None, "PipelineStyle.build makes it"
+        self.plan = recipe.plan
+        super().__init__(recipe, case, context)
+        self.split = recipe.splits[-1]
+        at = self.mesh.get_local_rank(AXIS)
+        self.stage = self.split.stages[at]
+        self._parts: list[Any] = []
+        self._feed([self.plan.first])
+        with torch_refuses(recipe.name, "running the stages one after the other"):
+            with case.factory_mode():
+                sent = examples(self.split)
+        staged = PipelineStage(
+            self.model,
+            at,
+            len(sent),
+            context.device,
+            input_args=sent[at - 1] if at else (),
+            output_args=sent[at],
+            group=self.mesh.get_group(AXIS),
+        )
+        with torch_refuses(recipe.name, "setting up the schedule"):
+            self.schedule = _SCHEDULES[self.plan.schedule](
+                staged, self.plan.count, loss_fn=self._loss
+            )
+
+    def observer(self) -> Observer:
+        """Return an observer of gradients: a stage's forward sees micro-batches of parts."""
+        observer = Observer(
+            self.model, self.optimizer, names=self.names, with_module_outputs=False
+        )
+        observer.with_inputs = False
+        return observer
+
+    def train(self, part: Any) -> Tensor | None:
+        """Run the schedule and step the optimizer; return the mean loss on the last stage."""
+        optimizers = self.optimizers()
+        for each in optimizers:
+            each.zero_grad()
+        self._feed(micro_batches(self.case, part, self.plan.count))
+        numbers = torch.arange(self.plan.count)
+        losses: list[Tensor] = []
+        with torch_refuses(self.recipe.name, "the schedule"):
+            self.schedule.step(
+                target=numbers, losses=losses, return_outputs=False, micro_batch=numbers
+            )
+        for each in optimizers:
+            each.step()
+        return torch.stack([loss.detach() for loss in losses]).mean(0) if losses else None
+
+    def evaluate(self, batch: Any) -> Mapping[str, Observed] | None:  # noqa: ARG002 - see below
+        """Return None: the graph was exported in training mode."""
+        return None
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return what the report says of this run, and how many micro-batches it had."""
+        found = dict(super().facts())
+        found["facts"] = {**found["facts"], "micro_batches": self.plan.count}
+        return found
+
+    def _loss(self, output: tuple[Tensor, ...], number: Tensor) -> Tensor:
+        """Return the loss of one micro-batch from what the last stage gives."""
+        part = self._parts[int(number)]
+        _, _, targets = self.case.split(part)
+        whole = self.split.output(output, self.plan.output)
+        return self.case.loss(whole, targets, batch_size=self.case.batch_size_of(part))
+
+    def _feed(self, parts: list[Any]) -> None:
+        """Give every stage on this rank the inputs of the micro-batches of a step.
+
+        Raises:
+            Unsupported: `torch-refuses`, where they have other sizes than those of step 0.
+        """
+        due = _sizes(self.plan.first)
+        for part in parts:
+            if _sizes(part) != due:
+                raise Unsupported(
+                    f"{self.recipe.name} does not take this case: torch exports the stages for "
+                    f"micro-batches of one size. Got {_sizes(part)}, in step 0 {due}. Give every "
+                    f"step inputs of the same sizes",
+                    slug="torch-refuses",
+                )
+        self._parts = parts
+        leaves = [self.split.leaves(*self.case.split(part)[:2]) for part in parts]
+        for stage in self.split.stages:
+            stage.inputs = leaves
+
+
+@dataclass(frozen=True)
+class PipelineStyle(EagerStyle):
+    """Stages by rank along `pp`, the batch divided over a data axis where there is one."""
+
+    recipe: PipelineRecipe = PipelineRecipe()
+
+    def build(self, case: LoadedCase, context: StyleContext) -> PipelineRun:
+        """Choose stages and micro-batches once per cell, then split.
+
+        Raises:
+            Unsupported: Another mesh, a step of the file's own, no chain of blocks, ties across
+                stages, what torch refuses.
+        """
+        self.check_runner(context)
+        check_axes(self.name, context.axes, int(self.recipe.has_data_axis), (AXIS,))
+        if case.hooks.step is not None:
+            raise Unsupported(
+                f"{self.name} does not take this case: its step(model, optimizer, batch) runs "
+                f"forward and backward of the whole batch at once, a pipeline runs them by "
+                f"micro-batch. Give loss(output, targets) instead, or write step_NAME",
+                slug="own-step",
+            )
+        plan = context.kept("plan", lambda: self._plan(case, context))
+        recipe = replace(self.recipe, plan=plan, splits=[])
+        run = PipelineRun(recipe, case, context)
+        run.extra_notes.extend(_notes(plan, case, run.split))
+        return run
+
+    def _plan(self, case: LoadedCase, context: StyleContext) -> Plan:
+        """Run one micro-batch of the whole model and decide how to split it."""
+        stages = context.axes[AXIS]
+        part = part_of(self.recipe, case, context, case.batch(0))
+        count = micro_batch_count(case.batch_size_of(part), stages)
+        first = micro_batches(case, part, count)[0]
+        args, kwargs, _ = case.split(first)
+        found: list[pytree.TreeSpec] = []
+
+        def run(model: nn.Module) -> None:
+            with case.factory_mode():
+                found.append(pytree.tree_flatten(model(*args, **kwargs))[1])
+
+        model = case.build_model().to(context.device)
+        with torch_refuses(self.name, "one micro-batch"):
+            links = stage_links(self.name, model, blocks_of(case, model), run, stages)
+        schedule = case.overrides.get("schedule", "gpipe")
+        return Plan(links, count, first, found[0], schedule)
+
+
+def _notes(plan: Plan, case: LoadedCase, split: SplitModel) -> list[str]:
+    """Say how the model is split and the batch is run."""
+    stages = "; ".join(
+        f"{at}: {own[0]}" + (f" to {own[-1]}" if len(own) > 1 else "")
+        for at, own in enumerate(plan.links)
+    )
+    size = case.batch_size_of(plan.first)
+    found = [f"{plan.schedule} over {plan.count} micro-batches of {size}; stages {stages}"]
+    if split.left:
+        found.append(f"no stage uses {', '.join(split.left[:3])}: stage 0 keeps it")
+    return found
+
+
+def _sizes(batch: Any) -> list[Any]:
+    """Return what of a batch an exported graph is made for: shapes, and values that are none."""
+    return [
+        list(leaf.shape) if isinstance(leaf, Tensor) else leaf
+        for leaf in pytree.tree_leaves(batch)
+    ]
+
+
+STYLE: Final = PipelineStyle()
+WITH_DDP: Final = PipelineStyle(PipelineRecipe("ddp+pp", has_data_axis=True))
