@@ -46,7 +46,9 @@ class Faulty(torch.optim.SGD):
 def get_optimizer(params):
     return Faulty(params, lr=0.1)
 """
-STALE = FAULTY.replace("new.lerp_(old, 0.5)", 'self.state[new].get("momentum_buffer", new).mul_(1.01)')
+STALE = FAULTY.replace(
+    "new.lerp_(old, 0.5)", 'self.state[new].get("momentum_buffer", new).mul_(1.01)'
+)
 STALE = STALE.replace("lr=0.1", "lr=0.1, momentum=0.9")
 
 

@@ -17,7 +17,11 @@ from spmd_verify.errors import Unsupported
 
 
 def stage_links(
-    style: str, model: nn.Module, blocks: Sequence[str], run: Callable[[nn.Module], object], stages: int
+    style: str,
+    model: nn.Module,
+    blocks: Sequence[str],
+    run: Callable[[nn.Module], object],
+    stages: int,
 ) -> list[list[str]]:
     """Return the links of every stage, by path, in the order in which they run.
 
@@ -112,9 +116,7 @@ def _members(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
             yield full, child
 
 
-def _opened(
-    model: nn.Module, links: Iterator[str], calls: Sequence[str], stages: int
-) -> list[str]:
+def _opened(model: nn.Module, links: Iterator[str], calls: Sequence[str], stages: int) -> list[str]:
     """Return the links, the largest replaced by its members until there are enough."""
     found = list(links)
     once = {path for path in calls if calls.count(path) == 1}

@@ -137,9 +137,7 @@ class PipelineRun(EagerRun):
 
     def observer(self) -> Observer:
         """Return an observer of gradients: a stage's forward sees micro-batches of parts."""
-        observer = Observer(
-            self.model, self.optimizer, names=self.names, with_module_outputs=False
-        )
+        observer = Observer(self.model, self.optimizer, names=self.names, with_module_outputs=False)
         observer.with_inputs = False
         return observer
 
@@ -166,7 +164,8 @@ class PipelineRun(EagerRun):
     def facts(self) -> Mapping[str, Any]:
         """Return what the report says of this run, and how many micro-batches it had."""
         found = dict(super().facts())
-        found["facts"] = {**found["facts"], "micro_batches": self.plan.count}
+        firsts = [own[0] for own in self.plan.links]
+        found["facts"] |= {"micro_batches": self.plan.count, "stages": firsts}
         return found
 
     def _loss(self, output: tuple[Tensor, ...], number: Tensor) -> Tensor:
@@ -261,8 +260,7 @@ def _notes(plan: Plan, case: LoadedCase, split: SplitModel) -> list[str]:
 def _sizes(batch: Any) -> list[Any]:
     """Return what of a batch an exported graph is made for: shapes, and values that are none."""
     return [
-        list(leaf.shape) if isinstance(leaf, Tensor) else leaf
-        for leaf in pytree.tree_leaves(batch)
+        list(leaf.shape) if isinstance(leaf, Tensor) else leaf for leaf in pytree.tree_leaves(batch)
     ]
 
 

@@ -127,9 +127,7 @@ def _refused(style: str, kind: type[Optimizer], why: str) -> Unsupported:
 def _known(names: Names, model: nn.Module) -> dict[int, str]:
     """Return the names of the model's parameters by `id`."""
     return {
-        id(tensor): name
-        for name, tensors in names.parameters(model).items()
-        for tensor in tensors
+        id(tensor): name for name, tensors in names.parameters(model).items() for tensor in tensors
     }
 
 
