@@ -37,7 +37,8 @@ def relabel(exhibit: Exhibit, cell: Cell, first: Row, found: Cause | None) -> Ca
     """
     if not exhibit.fact("is_per_rank") or first.stage in ("inputs", "initial_state"):
         return found
-    meaning = semantic(evidence(exhibit))
+    known = evidence(exhibit)
+    meaning = semantic(known)
     if meaning is None:
         return found
     for row in cell.tensors:
@@ -45,7 +46,8 @@ def relabel(exhibit: Exhibit, cell: Cell, first: Row, found: Cause | None) -> Ca
             row.verdict = str(Verdict.SEMANTIC)
     cell.verdict = str(Verdict.SEMANTIC)
     cell.counts = counts(cell.tensors)
-    return _cause(meaning, first, found)
+    # Other hypotheses are about ranks, where a pipeline has micro-batches.
+    return _cause(meaning, first, None if known.pieces else found)
 
 
 def _cause(meaning: Semantic, first: Row, found: Cause | None) -> Cause:

@@ -1,9 +1,9 @@
 """Tell a style that does what it promises per rank from one that is wrong.
 
 DistributedDataParallel and fully_shard promise the mean over ranks of what each rank computes
-on its part of the batch, a pipeline the mean over the micro-batches of a part. Where that is what the ranks hold, and one device computes something
-else on the whole batch, the difference is one of meaning: the verdict is `semantic`. Pure
-functions of float64 records; see verdicts.md part 9.
+on its part of the batch, a pipeline the mean over the micro-batches of a part. Where that is what
+the ranks hold, and one device computes something else on the whole batch, the difference is one
+of meaning: the verdict is `semantic`. Pure functions of float64 records; see verdicts.md part 9.
 """
 
 from __future__ import annotations
