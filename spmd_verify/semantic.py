@@ -323,7 +323,8 @@ def _denominators(found: PerRank, weights: Sequence[float]) -> str:
     counts = [int(ratio * common) for ratio in ratios]
     return (
         f"{found.style} averages per-{found.unit} means whose denominators are as "
-        f"{' : '.join(map(str, counts))}: each {found.unit} counts 1/{len(counts)}, in the whole batch "
+        f"{' : '.join(map(str, counts))}: each {found.unit} counts 1/{len(counts)}, in the whole "
+        f"batch "
         f"{', '.join(f'{count}/{sum(counts)}' for count in counts)}"
     )
 

@@ -29,7 +29,7 @@ OPTIMIZERS = {
     "momentum": "torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)",
     "amsgrad": "torch.optim.Adam(params, lr=1e-2, amsgrad=True)",
     "adagrad": "torch.optim.Adagrad(params, lr=0.1, initial_accumulator_value=0.1)",
-    "several": "[torch.optim.SGD(params[:3], lr=0.1, momentum=0.9), torch.optim.RMSprop(params[3:])]",
+    "several": "[torch.optim.SGD(params[:3], lr=0.1), torch.optim.RMSprop(params[3:])]",
 }
 # The owner of half of the parameters steps them by half as much and sends them to everyone.
 FAULTY = """

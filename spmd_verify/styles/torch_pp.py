@@ -26,6 +26,7 @@ from spmd_verify.styles.base import Observed, StyleContext
 from spmd_verify.styles.eager import EagerRun, EagerStyle, part_of
 from spmd_verify.styles.pipeline_cuts import stage_links
 from spmd_verify.styles.pipeline_stages import SplitModel, Stage, examples, split_model
+from spmd_verify.styles.pipeline_step import OwnStep, StepForm, shared, step_form
 from spmd_verify.styles.torch_base import TorchRecipe, check_axes
 from spmd_verify.styles.torch_fsdp import blocks_of
 from spmd_verify.styles.torch_refusals import torch_refuses
@@ -42,16 +43,21 @@ class Plan:
     Attributes:
         links: The modules of every stage.
         count: Micro-batches of a rank's part of the batch.
-        first: The first micro-batch of step 0, which the model is exported with.
+        given: `(args, kwargs)` of the first micro-batch of step 0, which the model is exported
+            with.
+        first: That micro-batch.
         output: The structure of the model's output.
         schedule: `gpipe` or `1f1b`.
+        form: What the case's own step does; None where it has none.
     """
 
     links: list[list[str]]
     count: int
+    given: tuple[Any, Any]
     first: Any
     output: pytree.TreeSpec
     schedule: str
+    form: StepForm | None = None
 
 
 @dataclass(frozen=True)
@@ -73,9 +79,8 @@ class PipelineRecipe(TorchRecipe):
         """Return this rank's stage and an optimizer of its parameters."""
         assert self.plan is not None, "PipelineStyle.build makes it"
         optimizer = case.optimizer(model)
-        args, kwargs, _ = case.split(self.plan.first)
         with case.factory_mode():
-            split = split_model(self.name, model, self.plan.links, args, kwargs)
+            split = split_model(self.name, model, self.plan.links, *self.plan.given)
         self.splits.append(split)
         stage = split.stages[mesh.get_local_rank(AXIS)]
         narrow(optimizer, stage)
@@ -116,11 +121,16 @@ class PipelineRun(EagerRun):
         self.split = recipe.splits[-1]
         at = self.mesh.get_local_rank(AXIS)
         self.stage = self.split.stages[at]
+        self.own = OwnStep(case, self.stage.module, self.optimizer)
         self._parts: list[Any] = []
-        self._feed([self.plan.first])
-        with torch_refuses(recipe.name, "running the stages one after the other"):
-            with case.factory_mode():
-                sent = examples(self.split)
+        self._last: tuple[Tensor, ...] = ()
+        with (
+            torch_refuses(recipe.name, "running the stages one after the other"),
+            case.factory_mode(),
+        ):
+            self._feed([self.plan.first])
+            sent = examples(self.split)
+        self._given = sent[-1]
         staged = PipelineStage(
             self.model,
             at,
@@ -143,19 +153,35 @@ class PipelineRun(EagerRun):
 
     def train(self, part: Any) -> Tensor | None:
         """Run the schedule and step the optimizer; return the mean loss on the last stage."""
-        optimizers = self.optimizers()
-        for each in optimizers:
+        form = self.plan.form
+        for each in self.optimizers() if form is None else ():
             each.zero_grad()
-        self._feed(micro_batches(self.case, part, self.plan.count))
-        numbers = torch.arange(self.plan.count)
+        for name, values in self.names.parameters(self.model).items() if form else ():
+            if name in form.cleared:
+                values[0].grad = None
         losses: list[Tensor] = []
+        numbers = torch.arange(self.plan.count)
         with torch_refuses(self.recipe.name, "the schedule"):
+            self._feed(micro_batches(self.case, part, self.plan.count))
             self.schedule.step(
                 target=numbers, losses=losses, return_outputs=False, micro_batch=numbers
             )
-        for each in optimizers:
-            each.step()
-        return torch.stack([loss.detach() for loss in losses]).mean(0) if losses else None
+        if form is None:
+            for each in self.optimizers():
+                each.step()
+        else:
+            self._finish()
+        if not losses or (form is not None and not form.returns_loss):
+            return None
+        return torch.stack([loss.detach() for loss in losses]).mean(0)
+
+    def _finish(self) -> None:
+        """Do what the case's own step does after backward; all ranks see the last output."""
+        group = self.mesh.get_group(AXIS)
+        given = shared(self._last, self._given, self.context.device, group)
+        with torch_refuses(self.recipe.name, "what the step does after backward"):
+            output = self.split.output(given, self.plan.output)
+            self.own.rest(output, self._parts[-1], group)
 
     def evaluate(self, batch: Any) -> Mapping[str, Observed] | None:  # noqa: ARG002 - see below
         """Return None: the graph was exported in training mode."""
@@ -173,6 +199,9 @@ class PipelineRun(EagerRun):
         part = self._parts[int(number)]
         _, _, targets = self.case.split(part)
         whole = self.split.output(output, self.plan.output)
+        if self.plan.form is not None:
+            self._last = output
+            return self.own.loss(whole, part)
         return self.case.loss(whole, targets, batch_size=self.case.batch_size_of(part))
 
     def _feed(self, parts: list[Any]) -> None:
@@ -191,7 +220,11 @@ class PipelineRun(EagerRun):
                     slug="torch-refuses",
                 )
         self._parts = parts
-        leaves = [self.split.leaves(*self.case.split(part)[:2]) for part in parts]
+        given = [
+            self.own.inputs(part) if self.plan.form is not None else self.case.split(part)[:2]
+            for part in parts
+        ]
+        leaves = [self.split.leaves(args, kwargs) for args, kwargs in given]
         for stage in self.split.stages:
             stage.inputs = leaves
 
@@ -206,18 +239,11 @@ class PipelineStyle(EagerStyle):
         """Choose stages and micro-batches once per cell, then split.
 
         Raises:
-            Unsupported: Another mesh, a step of the file's own, no chain of blocks, ties across
-                stages, what torch refuses.
+            Unsupported: Another mesh, a step that no schedule can run, no chain of blocks, ties
+                across stages, what torch refuses.
         """
         self.check_runner(context)
         check_axes(self.name, context.axes, int(self.recipe.has_data_axis), (AXIS,))
-        if case.hooks.step is not None:
-            raise Unsupported(
-                f"{self.name} does not take this case: its step(model, optimizer, batch) runs "
-                f"forward and backward of the whole batch at once, a pipeline runs them by "
-                f"micro-batch. Give loss(output, targets) instead, or write step_NAME",
-                slug="own-step",
-            )
         plan = context.kept("plan", lambda: self._plan(case, context))
         recipe = replace(self.recipe, plan=plan, splits=[])
         run = PipelineRun(recipe, case, context)
@@ -230,7 +256,7 @@ class PipelineStyle(EagerStyle):
         part = part_of(self.recipe, case, context, case.batch(0))
         count = micro_batch_count(case.batch_size_of(part), stages)
         first = micro_batches(case, part, count)[0]
-        args, kwargs, _ = case.split(first)
+        form, (args, kwargs) = self._called(case, context, first)
         found: list[pytree.TreeSpec] = []
 
         def run(model: nn.Module) -> None:
@@ -241,7 +267,17 @@ class PipelineStyle(EagerStyle):
         with torch_refuses(self.name, "one micro-batch"):
             links = stage_links(self.name, model, blocks_of(case, model), run, stages)
         schedule = case.overrides.get("schedule", "gpipe")
-        return Plan(links, count, first, found[0], schedule)
+        return Plan(links, count, (args, kwargs), first, found[0], schedule, form)
+
+    def _called(
+        self, case: LoadedCase, context: StyleContext, first: Any
+    ) -> tuple[StepForm | None, tuple[Any, Any]]:
+        """Return what the case's own step does, if it has one, and what it gives to forward."""
+        if case.hooks.step is None:
+            return None, case.split(first)[:2]
+        model = case.build_model().to(context.device)
+        form = step_form(self.name, case, model, first)
+        return form, OwnStep(case, model, case.optimizer(model)).inputs(first)
 
 
 def _notes(plan: Plan, case: LoadedCase, split: SplitModel) -> list[str]:
