@@ -79,7 +79,8 @@ class PipelineRecipe(TorchRecipe):
         """Return this rank's stage and an optimizer of its parameters."""
         assert self.plan is not None, "PipelineStyle.build makes it"
         optimizer = case.optimizer(model)
-        with case.factory_mode():
+        # Without exact mode's surrogates, which act on the exported operators when they run.
+        with LoadedCase.factory_mode(case):
             split = split_model(self.name, model, self.plan.links, *self.plan.given)
         self.splits.append(split)
         stage = split.stages[mesh.get_local_rank(AXIS)]
