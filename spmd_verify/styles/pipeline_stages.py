@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -116,7 +116,7 @@ def split_model(
         pipe = pipeline(model, args, kwargs, split_spec=cuts)
     except RuntimeError as error:
         raise refusal(style, "torch.export of the model", error.__cause__ or error) from error
-    parts = [pipe.get_stage_module(i) for i in range(pipe.num_stages)]
+    parts = [cast("fx.GraphModule", pipe.get_stage_module(i)) for i in range(pipe.num_stages)]
     _refuse_tied(style, pipe.replicated_params)
     if len(parts) != len(links):
         raise Unsupported(
@@ -161,21 +161,21 @@ def _flows(
     made: list[dict[str, int | None]] = []
     for call in calls:
         items = [user for user in call.users if user.target is operator.getitem]
-        own: dict[str, int | None] = {item.name: int(item.args[1]) for item in items}
+        own: dict[str, int | None] = {item.name: cast("int", item.args[1]) for item in items}
         made.append(own or {call.name: None})
     given = {node.name for node in inputs}
     needs = [[arg.name for arg in call.args if isinstance(arg, fx.Node)] for call in calls]
     wanted = [leaf.name for leaf in outputs if isinstance(leaf, fx.Node)]
     flows = []
     received: tuple[str, ...] = ()
-    for at, call in enumerate(calls):
+    for at in range(len(calls)):
         known = [*received, *made[at]]
         later = {name for need in [*needs[at + 1 :], wanted] for name in need}
         is_last = at == len(calls) - 1
         sent = wanted if is_last else [name for name in known if name in later - given]
         flows.append(
             Flow(
-                tuple(arg.name for arg in call.args),
+                tuple(needs[at]),
                 received,
                 tuple(made[at].items()),
                 tuple(dict.fromkeys(sent)),

@@ -157,8 +157,9 @@ class PipelineRun(EagerRun):
         form = self.plan.form
         for each in self.optimizers() if form is None else ():
             each.zero_grad()
-        for name, values in self.names.parameters(self.model).items() if form else ():
-            if name in form.cleared:
+        cleared = form.cleared if form is not None else frozenset()
+        for name, values in self.names.parameters(self.model).items():
+            if name in cleared:
                 values[0].grad = None
         losses: list[Tensor] = []
         numbers = torch.arange(self.plan.count)

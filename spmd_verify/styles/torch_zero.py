@@ -10,6 +10,7 @@ import inspect
 from dataclasses import dataclass
 from typing import Any, Final
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
@@ -55,10 +56,9 @@ class ZeroStyle(DdpStyle):
         run = super().build(case, context)
         for single in run.optimizers():
             assert isinstance(single, ZeroRedundancyOptimizer), "wrap makes nothing else"
-            counts = [
-                sum(len(group["params"]) for group in groups)
-                for groups in single._partition_parameters()
-            ]
+            counts: list[Any] = [None] * dist.get_world_size()
+            own = sum(len(group["params"]) for group in single.optim.param_groups)
+            dist.all_gather_object(counts, own)
             shown = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(counts))
             run.extra_notes.append(
                 f"parameters whose {type(single.optim).__name__} state a rank owns: {shown}"
