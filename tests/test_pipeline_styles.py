@@ -78,9 +78,34 @@ def get_optimizer(params):
     return torch.optim.SGD(params, lr=0.1)
 """
 )
+# A step of the file's own: other names for the inputs, clipping, a learning rate that moves.
+OWN_STEP = (
+    CHAIN
+    + SGD
+    + """
+def step(model, optimizer, batch):
+    output = model(batch["x"], batch["mask"] * 2, weights=batch["weights"])
+    value = loss(output, batch["targets"])
+    optimizer.zero_grad()
+    (2 * value).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.9
+    optimizer.step()
+    assert norm > 0
+    return 2 * value.detach()
+"""
+)
+TWICE = OWN_STEP.replace(
+    "(2 * value).backward()", "model(**batch_of(batch))\n    (2 * value).backward()"
+)
 NORMED = CHAIN.replace("nn.Linear(9, 9), nn.Tanh()", "nn.Linear(9, 9), nn.BatchNorm1d(9)")
 SUMMED = CHAIN.replace(".mean()", ".sum()")
 DROPPING = CHAIN.replace("nn.Tanh()", "nn.Dropout(0.2)")
+TWICE += """
+def batch_of(batch):
+    return {name: batch[name] for name in ("x", "mask", "weights")}
+"""
 TIED = CHAIN.replace(
     "self.spare = nn.Linear(2, 2)", "self.blocks[2][0].weight = self.blocks[0][0].weight"
 )
@@ -93,6 +118,7 @@ SEMANTIC = {
 }
 REFUSED = {
     "tied": (TIED, "blocks.0.0.weight of stage 0 and blocks.2.0.weight of stage 1"),
+    "twice": (TWICE, "runs forward, forward, backward, update"),
     "branching": (BRANCHING, "torch.export of the model raises"),
 }
 FAULTY = {"unscaled": UNSCALED + SGD, "doubled": DOUBLED}
@@ -111,7 +137,7 @@ def _cells(folder: Path, files: dict[str, str], options: Options) -> Cells:
 @pytest.fixture(scope="module")
 def cells(tmp_path_factory: pytest.TempPathFactory) -> Cells:
     """Return the cells of every file under pp with two stages, GPipe."""
-    files = {"clean": CHAIN + SGD, **FAULTY}
+    files = {"clean": CHAIN + SGD, "own_step": OWN_STEP, **FAULTY}
     files |= {name: text + SGD for name, (text, *_) in {**SEMANTIC, **REFUSED}.items()}
     options = Options((), ("pp",), parse_mesh("2"), steps=2)
     return _cells(tmp_path_factory.mktemp("pp"), files, options)
@@ -127,6 +153,16 @@ def test_a_chain_passes(cells: Cells) -> None:
     assert seen >= {"loss", "gradients", "parameters", "optimizer_state"}
     assert "gpipe over 2 micro-batches of 4; stages 0: inp to blocks.0" in cell.message
     assert "no stage uses spare.weight, spare.bias: stage 0 keeps it" in cell.message
+
+
+@pytest.mark.dist
+def test_a_step_of_the_files_own_is_played_around_the_schedule(cells: Cells) -> None:
+    cell = cells["own_step", "pp"]
+    clipping = {row.name: row.verdict for row in cell.tensors if row.stage == "clipping"}
+
+    assert cell.verdict == "rounding", cell.message
+    assert set(clipping) >= {"total_norm", "clip_factor", "inp.weight", "out.weight"}
+    assert set(clipping.values()) <= {"exact", "rounding"}
 
 
 @pytest.mark.dist
@@ -167,8 +203,9 @@ def test_what_no_pipeline_takes_is_unsupported(cells: Cells, name: str) -> None:
 
 @pytest.mark.dist
 def test_1f1b_on_four_ranks_in_float64(tmp_path: Path) -> None:
-    options = Options((), ("pp", "ddp+pp"), parse_mesh("4"), dtype="float64", pp_schedule="1f1b")
-    found = _cells(tmp_path, {"clean": CHAIN + SGD, "doubled": DOUBLED}, options)
+    mesh = parse_mesh("4")
+    options = Options((), ("pp", "ddp+pp"), mesh, dtype="float64", steps=2, pp_schedule="1f1b")
+    found = _cells(tmp_path, {"clean": OWN_STEP, "doubled": DOUBLED}, options)
 
     for style, stages in (("pp", 4), ("ddp+pp", 2)):
         cell = found["clean", style]
