@@ -86,6 +86,8 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("how to run it")
     add = how.add_argument
     add("--runner", help="processes or lockstep (default: processes)")
+    add("--pp-schedule", metavar="ORDER", help="of micro-batches in pipeline stages: gpipe or 1f1b "
+        "(default: gpipe)")  # fmt: skip
     add("--timeout", type=float, metavar="SECONDS", help="per cell (default: 300)")
     add("--probe", action=argparse.BooleanOptionalAction, help="judge a plain SGD step beside the "
         "case's optimizer (default: not for engine styles)")  # fmt: skip
@@ -181,6 +183,7 @@ def flag_settings(arguments: argparse.Namespace) -> dict[str, Any]:
         "no-cache": arguments.no_cache,
         "strict": arguments.strict,
         "probe": arguments.probe,
+        "pp-schedule": arguments.pp_schedule,
         "faults": getattr(arguments, "faults", None),
     }
     return {key: value for key, value in given.items() if value is not None}

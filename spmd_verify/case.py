@@ -59,7 +59,9 @@ DTYPES: Final[dict[str, torch.dtype]] = {
 # Large enough to move every parameter visibly, small enough for a few steps of anything.
 PROBE_LEARNING_RATE: Final = 1e-2
 # Overrides that change how a case is run, not what it is.
-SETTINGS: Final = frozenset({"between", "exact", "inputs", "optimizer", "random", "rows"})
+SETTINGS: Final = frozenset(
+    {"between", "exact", "inputs", "optimizer", "random", "rows", "schedule"}
+)
 _REFUSED_OPTIMIZERS: Final = ("LBFGS", "SparseAdam")
 
 

@@ -55,6 +55,7 @@ KEYS: Final[dict[str, Callable[[Any], Any]]] = {
     "no-cache": _truth,
     "strict": _truth,
     "probe": _truth,
+    "pp-schedule": _text,
 }
 
 

@@ -320,13 +320,17 @@ class Exhibit:
         return {at: record for at, record in found.items() if record is not None}
 
     @cached_property
+    def alike(self) -> dict[str, list[Coordinate]]:
+        """Return the ranks of every distinct part of the batch, in rank order."""
+        found: dict[str, list[Coordinate]] = {}
+        for coordinate, key in self._by_part[1].items():
+            found.setdefault(key, []).append(coordinate)
+        return found
+
+    @cached_property
     def distinct_parts(self) -> list[Coordinate]:
         """Return one rank per distinct part of the batch, in rank order."""
-        _, owner = self._by_part
-        first: dict[str, Coordinate] = {}
-        for coordinate, key in owner.items():
-            first.setdefault(key, coordinate)
-        return [at for at in first.values() if at in self.part_records]
+        return [same[0] for same in self.alike.values() if same[0] in self.part_records]
 
     @cached_property
     def pieces(self) -> list[Piece]:

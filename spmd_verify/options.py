@@ -15,6 +15,7 @@ DTYPES: Final[tuple[str, ...]] = ("float32", "float64", "bfloat16")
 # Dtypes in which a wrong formula is far above rounding (`drawn_check.TOLERANCES`).
 FUZZ_DTYPES: Final[tuple[str, ...]] = ("float64", "float32")
 RUNNERS: Final[tuple[str, ...]] = ("processes", "lockstep")
+PP_SCHEDULES: Final = ("gpipe", "1f1b")
 # One machine runs 16 gloo ranks before scheduling dominates; lockstep
 # walked 1,024 ranks in 0.3 s a step, four times that is the limit.
 MAX_RANKS: Final[dict[str, int]] = {"processes": 16, "lockstep": 4096}
@@ -53,6 +54,7 @@ class Options:
         reports: `(format, path)` of every report file asked for.
         exact: Judge single steps from dyadic states, bit for bit.
         overrides: Fields put over what discovery finds, by name; part of a case's address.
+        pp_schedule: In which order pipeline stages run micro-batches, one of `PP_SCHEDULES`.
         faults: Most faults that `certify` plants in a cell, >= 1.
         command: The command line, for the record.
     """
@@ -80,6 +82,7 @@ class Options:
     reports: tuple[tuple[str, str], ...] = ()
     exact: bool = False
     overrides: dict[str, str] = field(default_factory=dict)
+    pp_schedule: str = PP_SCHEDULES[0]
     faults: int = DEFAULT_FAULTS
     command: tuple[str, ...] = ()
 
@@ -91,7 +94,10 @@ class Options:
     @property
     def case_overrides(self) -> dict[str, str]:
         """Return what `case.load_case` takes as overrides."""
-        return {**self.overrides, **({"exact": "yes"} if self.exact else {})}
+        found = {**self.overrides, **({"exact": "yes"} if self.exact else {})}
+        if self.pp_schedule != PP_SCHEDULES[0]:
+            found["schedule"] = self.pp_schedule
+        return found
 
     @property
     def rank_limit(self) -> int:
@@ -102,8 +108,8 @@ class Options:
         """Return self if every value is in range.
 
         Raises:
-            UsageError: `unknown-dtype`, `unknown-runner`, `bad-number`, `mesh-too-large`,
-                `unknown-report-format`, `two-kinds-of-inputs`.
+            UsageError: `unknown-dtype`, `unknown-runner`, `unknown-schedule`, `bad-number`,
+                `mesh-too-large`, `unknown-report-format`, `two-kinds-of-inputs`.
         """
         if self.exact and "inputs" in self.overrides:
             raise UsageError(
@@ -113,6 +119,7 @@ class Options:
             )
         _check_choice("--dtype", self.dtype, DTYPES, slug="unknown-dtype")
         _check_choice("--runner", self.runner, RUNNERS, slug="unknown-runner")
+        _check_choice("--pp-schedule", self.pp_schedule, PP_SCHEDULES, slug="unknown-schedule")
         for report_format, _ in self.reports:
             _check_choice("--report", report_format, ("json",), slug="unknown-report-format")
         _check_number("--steps", self.steps, 1)

@@ -6,7 +6,7 @@ what it explains.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,10 +21,12 @@ from spmd_verify.boundaries import Boundaries
 from spmd_verify.case import LoadedCase
 from spmd_verify.float64_mode import CaseDtypeDraws
 from spmd_verify.single import SingleDevice
+from spmd_verify.stage_streams import StageStreams
 from spmd_verify.stepped import observed_step
 from spmd_verify.store import Store
 from spmd_verify.trajectory import (
     StepRecord,
+    model_snapshot,
     named_parameters,
     normalised,
     restore,
@@ -104,6 +106,38 @@ class PartRuns:
         except Exception as error:  # noqa: BLE001 - user code on a batch nobody tried
             self._failed("a part of the batch", error)
             return None
+
+    def pieces(
+        self, batches: Sequence[Any], firsts: Sequence[str], *, in_float64: bool = True
+    ) -> list[StepRecord] | None:
+        """Return the steps on consecutive micro-batches, each from the same parameters.
+
+        Buffers go on from one to the next, and all records have the last ones; every stage of a
+        pipeline draws from a generator of its own. None where a step cannot be run.
+
+        Args:
+            batches: The micro-batches of a part of the batch, in order.
+            firsts: Path of the first module of every stage.
+            in_float64: False for runs in the case's dtype.
+        """
+        case = self.device.twin if in_float64 else self.case
+        found = []
+        try:
+            model, optimizer = self._prepared(in_float64=in_float64)
+            live = named_parameters(model)[0]
+            before = {name: value.detach().clone() for name, value in live.items()}
+            with self._around(in_float64=in_float64), StageStreams(model, firsts):
+                for batch in batches:
+                    step = observed_step(case)
+                    found.append(step(model, optimizer, self._cast(batch, case.dtype)))
+                    with torch.no_grad():
+                        for name, value in live.items():
+                            value.copy_(before[name])
+        except Exception as error:  # noqa: BLE001 - user code on a batch nobody tried
+            self._failed("a micro-batch", error)
+            return None
+        buffers = model_snapshot(model)["buffers"]
+        return [{**record, "buffers": buffers} for record in found]
 
     def raw_gradients(self, batch: Any) -> dict[str, Tensor] | None:
         """Return gradients as autograd left them, before the step changes them."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from spmd_verify.exhibit import Exhibit
 from spmd_verify.float64_mode import CaseDtypeDraws
+from spmd_verify.layouts import Coordinate
+from spmd_verify.micro_batches import micro_batches
 from spmd_verify.norms import is_rounding
 from spmd_verify.record import Cause, Cell, Row
 from spmd_verify.semantic import PerRank, Semantic, semantic
@@ -33,7 +37,8 @@ def relabel(exhibit: Exhibit, cell: Cell, first: Row, found: Cause | None) -> Ca
     """
     if not exhibit.fact("is_per_rank") or first.stage in ("inputs", "initial_state"):
         return found
-    meaning = semantic(evidence(exhibit))
+    known = evidence(exhibit)
+    meaning = semantic(known)
     if meaning is None:
         return found
     for row in cell.tensors:
@@ -41,7 +46,8 @@ def relabel(exhibit: Exhibit, cell: Cell, first: Row, found: Cause | None) -> Ca
             row.verdict = str(Verdict.SEMANTIC)
     cell.verdict = str(Verdict.SEMANTIC)
     cell.counts = counts(cell.tensors)
-    return _cause(meaning, first, found)
+    # Other hypotheses are about ranks, where a pipeline has micro-batches.
+    return _cause(meaning, first, None if known.pieces else found)
 
 
 def _cause(meaning: Semantic, first: Row, found: Cause | None) -> Cause:
@@ -62,7 +68,7 @@ def _cause(meaning: Semantic, first: Row, found: Cause | None) -> Cause:
 
 def evidence(exhibit: Exhibit) -> PerRank:
     """Return what is known of the step that differs first."""
-    parts = exhibit.part_records
+    parts, rounded, pieces = _parts(exhibit)
     gradients = {}
     for row in exhibit.stage_rows("gradients"):
         value = exhibit.assembled(row) if exhibit.locals(row) else None
@@ -75,7 +81,8 @@ def evidence(exhibit: Exhibit) -> PerRank:
     return PerRank(
         style=exhibit.style,
         reference=_reference(exhibit),
-        rounded=exhibit.rounded_part_records,
+        rounded=rounded,
+        pieces=pieces,
         parts=parts if len(parts) == len(exhibit.dump.ranks) else {},
         weights=dict.fromkeys(parts, 1.0 / max(len(parts), 1)),
         gradients=gradients if is_whole else {},
@@ -89,6 +96,47 @@ def evidence(exhibit: Exhibit) -> PerRank:
         classes=_classes(exhibit),
         draws=_draws(exhibit),
     )
+
+
+_Parts = dict[Coordinate, StepRecord]
+
+
+def _parts(exhibit: Exhibit) -> tuple[_Parts, _Parts, list[StepRecord]]:
+    """Return what each rank's part gives, the same in the case's dtype, and its micro-batches.
+
+    Under a pipeline a part gives the mean over its micro-batches.
+    """
+    count, firsts = exhibit.fact("micro_batches") or 1, exhibit.fact("stages")
+    if firsts is None:
+        return exhibit.part_records, exhibit.rounded_part_records, []
+    parts: _Parts = {}
+    rounded: _Parts = {}
+    pieces: list[StepRecord] = []
+    for same in exhibit.alike.values():
+        batches = micro_batches(exhibit.case, exhibit.part_batches[same[0]], count)
+        exact = exhibit.runs.pieces(batches, firsts)
+        plain = exhibit.runs.pieces(batches, firsts, in_float64=False)
+        if exact is None or plain is None:
+            return {}, {}, []
+        pieces.extend(exact)
+        parts.update(dict.fromkeys(same, _mean(exact)))
+        rounded.update(dict.fromkeys(same, _mean(plain)))
+    return parts, rounded, pieces
+
+
+def _mean(pieces: Sequence[StepRecord]) -> StepRecord:
+    """Return gradients and losses as the mean over micro-batches, buffers as the last one left.
+
+    A gradient that a micro-batch has not is zero there.
+    """
+    found: StepRecord = {"buffers": pieces[-1]["buffers"]}
+    for stage in ("gradients", "loss"):
+        found[stage] = {
+            name: torch.stack([p[stage][name] for p in pieces if name in p[stage]]).sum(0)
+            / len(pieces)
+            for name in dict.fromkeys(name for piece in pieces for name in piece[stage])
+        }
+    return found
 
 
 def _reference(exhibit: Exhibit) -> StepRecord:

@@ -1,9 +1,9 @@
 """Tell a style that does what it promises per rank from one that is wrong.
 
 DistributedDataParallel and fully_shard promise the mean over ranks of what each rank computes
-on its part of the batch. Where that is what the ranks hold, and one device computes something
-else on the whole batch, the difference is one of meaning: the verdict is `semantic`. Pure
-functions of float64 records; see verdicts.md part 9.
+on its part of the batch, a pipeline the mean over the micro-batches of a part. Where that is what
+the ranks hold, and one device computes something else on the whole batch, the difference is one
+of meaning: the verdict is `semantic`. Pure functions of float64 records; see verdicts.md part 9.
 """
 
 from __future__ import annotations
@@ -42,6 +42,14 @@ _REMEDIES: Final[dict[str, str]] = {
     "factor": "Divide the loss by the samples of the global batch, or multiply it by the ranks "
     "before backward",
 }
+_REMEDIES_OF_PIECES: Final[dict[str, str]] = {
+    "batch_statistics": "Use a normalisation within the sample, such as GroupNorm",
+    "random_stream": "Compare with dropout 0",
+    "mean_of_means": "Sum the losses of the micro-batches and divide by the denominator of the "
+    "whole batch: ScheduleGPipe(..., scale_grads=False)",
+    "cross_sample": "Compute what couples samples per sample, or train with one micro-batch",
+    "factor": "Give a loss that is a mean over samples, or ScheduleGPipe(..., scale_grads=False)",
+}
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,8 @@ class PerRank:
         draws: Operators that drew random numbers in the step, with their places.
         rounded: `parts` in the case's dtype: how far rounding moves them. A part of two samples
             may round much more than the whole batch, whose floors `noise` has.
+        pieces: What a part is the mean of, all parts' one after the other: the steps on their
+            micro-batches. Empty where each part is run as one.
     """
 
     style: str
@@ -77,6 +87,17 @@ class PerRank:
     classes: Mapping[str, str] = field(default_factory=dict)
     draws: Sequence[str] = ()
     rounded: Mapping[Coordinate, StepRecord] = field(default_factory=dict)
+    pieces: Sequence[StepRecord] = ()
+
+    @property
+    def forwards(self) -> Sequence[StepRecord]:
+        """Return what was run as one forward each: micro-batches, or the ranks' parts."""
+        return self.pieces or list(self.parts.values())
+
+    @property
+    def unit(self) -> str:
+        """Return what such a forward is called."""
+        return "micro-batch" if self.pieces else "rank"
 
 
 @dataclass(frozen=True)
@@ -114,7 +135,8 @@ def semantic(found: PerRank) -> Semantic | None:
         return None
     tensors = tuple(dict.fromkeys((*first, *concerned)))
     times = residual * _PARTS * limit(found.dtype, "tensor")
-    return Semantic(kind, text, times, _REMEDIES[kind], tensors, factor)
+    remedies = _REMEDIES_OF_PIECES if found.pieces else _REMEDIES
+    return Semantic(kind, text, times, remedies[kind], tensors, factor)
 
 
 def combination(found: PerRank, name: str) -> Tensor:
@@ -223,26 +245,33 @@ _Why = tuple[str, tuple[str, ...], str, float | None]
 
 def _why(found: PerRank) -> _Why:
     """Return kind, first tensor, text and factor."""
-    ranks = len(found.parts)
+    count, unit, units = len(found.forwards), found.unit, _plural(found)
     weights = fitted(found)
     layer = first_coupled(found, weights)
     if layer is not None:
         return (*_of_layer(found, layer), None)
     if weights is not None and max(weights) - min(weights) <= _LEGAL_FIT * max(map(abs, weights)):
-        k = 1.0 / (ranks * weights[0])
+        k = 1.0 / (count * weights[0])
         if abs(k - 1.0) > _LEGAL_FIT:
             text = (
-                f"the loss is a sum over samples: the mean over {ranks} ranks that {found.style} "
+                f"the loss is a sum over samples: the mean over {count} {units} that "
+                f"{found.style} "
                 f"takes is {k:.4g} x the reference"
             )
             return "factor", ("loss",), text, k
     elif weights is not None:
         return "mean_of_means", ("loss",), _denominators(found, weights), None
     elif found.draws:
-        text = f"every rank draws its own random numbers for the loss: {found.draws[0]}"
+        text = f"every {unit} draws its own random numbers for the loss: {found.draws[0]}"
         return "random_stream", ("loss",), text, None
-    text = "the loss couples samples: no weights of the ranks' parts give that of the whole batch"
+    whose = "micro-batches" if found.pieces else "ranks' parts"
+    text = f"the loss couples samples: no weights of the {whose} give that of the whole batch"
     return "cross_sample", ("loss",), text, None
+
+
+def _plural(found: PerRank) -> str:
+    """Return what the forwards are called together."""
+    return "micro-batches" if found.pieces else "ranks"
 
 
 def _of_layer(found: PerRank, name: str) -> tuple[str, tuple[str, ...], str]:
@@ -252,13 +281,18 @@ def _of_layer(found: PerRank, name: str) -> tuple[str, tuple[str, ...], str]:
     shown = f"{path} ({kind})" if kind else path
     statistics = "BatchNorm" in kind or _keeps_statistics(found, path)
     if statistics:
-        text = f"{shown} normalises with the statistics of each rank's part of the batch"
+        own = "micro-batch" if found.pieces else "rank's part of the batch"
+        text = f"{shown} normalises with the statistics of each {own}"
         return "batch_statistics", (name,), text
     if found.draws:
         shown += f"; {found.draws[0]}" if "Dropout" not in kind else ""
-        text = f"every rank draws its own random numbers, not its rows of the global draw: {shown}"
+        text = (
+            f"every {found.unit} draws its own random numbers, not its rows of the global draw: "
+            f"{shown}"
+        )
         return "random_stream", (name,), text
-    text = f"samples are coupled in {shown} or before it: each rank sees only its part of the batch"
+    sees = "is all that one forward sees" if found.pieces else "sees only its part of the batch"
+    text = f"samples are coupled in {shown} or before it: each {found.unit} {sees}"
     return "cross_sample", (name,), text
 
 
@@ -277,7 +311,7 @@ def _keeps_statistics(found: PerRank, path: str) -> bool:
             value.double(), found.reference["buffers"][name].double(), rtol=_LEGAL, atol=0.0
         )
         for name in own
-        for record in found.parts.values()
+        for record in found.forwards
     )
 
 
@@ -288,8 +322,9 @@ def _denominators(found: PerRank, weights: Sequence[float]) -> str:
     common = math.lcm(*(ratio.denominator for ratio in ratios))
     counts = [int(ratio * common) for ratio in ratios]
     return (
-        f"{found.style} averages per-rank means whose denominators are as "
-        f"{' : '.join(map(str, counts))}: each rank counts 1/{len(counts)}, in the whole batch "
+        f"{found.style} averages per-{found.unit} means whose denominators are as "
+        f"{' : '.join(map(str, counts))}: each {found.unit} counts 1/{len(counts)}, in the whole "
+        f"batch "
         f"{', '.join(f'{count}/{sum(counts)}' for count in counts)}"
     )
 
@@ -300,7 +335,7 @@ def fitted(found: PerRank) -> list[float] | None:
     if not whole:
         return None
     columns = []
-    for record in found.parts.values():
+    for record in found.forwards:
         own = record.get("gradients", {})
         columns.append(
             torch.cat(
@@ -334,7 +369,7 @@ def first_coupled(found: PerRank, weights: Sequence[float] | None) -> str | None
     weighted sum of the parts' numbers.
     """
     whole = _by_module(found.reference)
-    parts = [_by_module(record) for record in found.parts.values()]
+    parts = [_by_module(record) for record in found.forwards]
     for name, values in whole.items():
         if any(name not in part for part in parts):
             continue

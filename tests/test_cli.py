@@ -103,7 +103,7 @@ def test_styles_lists_every_id_and_marks_what_is_planned(
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert "(not yet)" not in lines["fully_shard"]
     assert "(not yet)" not in lines["ddp"]
-    assert "(not yet)" in lines["zero1"]
+    assert "(not yet)" in lines["spmd_sp"]
 
 
 def test_schema_prints_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,9 +3,7 @@
 import pytest
 
 from spmd_verify.errors import CaseError, UsageError
-from spmd_verify.style_ids import ENGINE, axis_name, bare_mesh, check_user_styles, select
-
-TORCH = ("ddp", "fsdp2", "hsdp")
+from spmd_verify.style_ids import ENGINE, TORCH, axis_name, bare_mesh, check_user_styles, select
 
 
 def test_the_default_is_the_engine_and_the_files_own_styles() -> None:
@@ -29,7 +27,7 @@ def test_an_unknown_style_names_the_nearest() -> None:
     assert caught.value.slug == "unknown-style"
 
 
-@pytest.mark.parametrize("pattern", ["zero1", "fsdp2+tp", "tensor_parallel", "spmd_*"])
+@pytest.mark.parametrize("pattern", ["fsdp2+tp", "tensor_parallel", "spmd_*"])
 def test_a_planned_style_is_refused_by_name(pattern: str) -> None:
     with pytest.raises(UsageError) as caught:
         select([pattern])

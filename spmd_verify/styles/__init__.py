@@ -25,6 +25,9 @@ _HOMES: Final[dict[str, str]] = {
     "ddp": "spmd_verify.styles.torch_ddp:STYLE",
     "fsdp2": "spmd_verify.styles.torch_fsdp:STYLE",
     "hsdp": "spmd_verify.styles.torch_fsdp:HYBRID",
+    "pp": "spmd_verify.styles.torch_pp:STYLE",
+    "zero1": "spmd_verify.styles.torch_zero:STYLE",
+    "ddp+pp": "spmd_verify.styles.torch_pp:WITH_DDP",
 }
 
 

@@ -166,17 +166,25 @@ class EagerRun:
         """Run one training step; see `StyleRun.step`."""
         del index
         part = self._part(batch)
-        observer = Observer(
-            self.model, self.optimizer, names=self.names, argument_names=self.argument_names
-        )
+        observer = self.observer()
         with observer, self.case.factory_mode():
             for name, tensor in labels(self.case, part):
                 observer.add("inputs", name, tensor)
-            loss = self.recipe.step(self.case, self.model, self.optimizer, part, self.mesh)
+            loss = self.train(part)
         self.is_entered &= observer.is_entered
         if loss is not None:
             observer.add_loss(loss)
         return {stage: self._seen(stage, tensors) for stage, tensors in observer.record.items()}
+
+    def observer(self) -> Observer:
+        """Return what watches a step."""
+        return Observer(
+            self.model, self.optimizer, names=self.names, argument_names=self.argument_names
+        )
+
+    def train(self, part: Any) -> Any:
+        """Run one training step on this rank's part of the batch; return its loss."""
+        return self.recipe.step(self.case, self.model, self.optimizer, part, self.mesh)
 
     def state(self) -> Observation:
         """Return the live tensors by the single-device model's names."""
