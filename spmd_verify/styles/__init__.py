@@ -25,6 +25,8 @@ _HOMES: Final[dict[str, str]] = {
     "ddp": "spmd_verify.styles.torch_ddp:STYLE",
     "fsdp2": "spmd_verify.styles.torch_fsdp:STYLE",
     "hsdp": "spmd_verify.styles.torch_fsdp:HYBRID",
+    "cp": "spmd_verify.styles.torch_cp:STYLE",
+    "ep": "spmd_verify.styles.torch_ep:STYLE",
 }
 
 
