@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812 - torch's custom
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 # The builtin itself: the attribute may be ours for a while.

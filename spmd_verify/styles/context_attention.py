@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor.experimental import context_parallel
-from torch.nn import functional as F  # noqa: N812 - torch's custom
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from spmd_verify.styles.attention_calls import Call

@@ -72,7 +72,7 @@ def attend(
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(  # noqa: D102 - autograd's
+    def forward(
         ctx: Any,
         query: Tensor,
         key: Tensor,
@@ -98,7 +98,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, log_sum, *optional = ctx.saved_tensors
         mask = optional.pop(0) if ctx.has_mask else None
         kept = optional.pop(0) if ctx.has_kept else None
