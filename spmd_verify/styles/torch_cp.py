@@ -1,14 +1,16 @@
-"""The style `cp`: every scaled dot product attention of a step with the sequence over the ranks.
+"""The style `cp`: the attention of a step with the sequence over the ranks.
 
-Torch's `context_parallel` where it takes the call, else the project's ring. Inputs, positions,
-masks and the loss stay whole, so that a model needs to know nothing of it and everything has to
-be what one device computes.
+Scaled dot product attention is torch's `context_parallel` where that takes the call, else the
+project's ring; attention written by hand is divided product by product. Inputs, positions, masks
+and the loss stay whole, so that a model needs to know nothing of it and everything has to be what
+one device computes.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
@@ -19,7 +21,9 @@ from torch import Tensor, nn
 
 from spmd_verify.case import LoadedCase
 from spmd_verify.errors import Unsupported
+from spmd_verify.exact_case import ExactCase
 from spmd_verify.styles.attention_calls import Call, answered
+from spmd_verify.styles.attention_products import Products, ProductWatch, SplitProducts
 from spmd_verify.styles.base import StyleContext
 from spmd_verify.styles.context_attention import ring, torch_refuses_call, torchs
 from spmd_verify.styles.eager import EagerRun, EagerStyle, part_of
@@ -36,12 +40,14 @@ class ContextRecipe(TorchRecipe):
     Attributes:
         is_per_rank: False: everything is whole.
         torch_fails: Why torch's context parallelism does not run here at all, or None.
+        products: Of attention written by hand; none where the case calls torch's function.
         tally: Calls answered, by `(what answered, why not torch's)`; filled while it runs.
     """
 
     name: str = "cp"
     is_per_rank: bool = False
     torch_fails: str | None = None
+    products: Products | None = None
     tally: Counter[tuple[str, str]] = field(default_factory=Counter, compare=False)
 
     def wrap(self, case: LoadedCase, model: nn.Module, mesh: Any) -> tuple[nn.Module, Any]:
@@ -53,13 +59,19 @@ class ContextRecipe(TorchRecipe):
         self, case: LoadedCase, model: nn.Module, optimizer: Any, batch: Any, mesh: Any
     ) -> Any:
         """Run the case's step on the whole batch."""
-        with answered(partial(self.answer, mesh)):
+        with self.divided(mesh):
             return super().step(case, model, optimizer, batch, mesh)
 
     def evaluate(self, case: LoadedCase, model: nn.Module, batch: Any, mesh: Any) -> Any:
         """Run forward."""
-        with answered(partial(self.answer, mesh)):
+        with self.divided(mesh):
             return super().evaluate(case, model, batch, mesh)
+
+    def divided(self, mesh: Any) -> AbstractContextManager[Any]:
+        """Return the context in which attention is divided."""
+        if self.products is not None:
+            return SplitProducts(self.products, mesh.get_group(0), self.tally)
+        return answered(partial(self.answer, mesh))
 
     def answer(self, mesh: Any, call: Call) -> Tensor:
         """Answer one call; every rank chooses alike, since sizes and flags are the same."""
@@ -90,11 +102,16 @@ class ContextRun(EagerRun):
         """Return what the report says of this run."""
         found = dict(super().facts())
         assert isinstance(self.recipe, ContextRecipe), "built below"
-        parts = [
-            f"{what} in {count} calls" + (f" (torch's: {why})" if why else "")
-            for (what, why), count in self.recipe.tally.most_common()
-        ]
-        return {**found, "notes": [f"attention: {', '.join(parts)}", *found["notes"]]}
+        tally = self.recipe.tally
+        if self.recipe.products is not None:
+            counts = [f"{tally['products', where]} {where}" for where in ("forward", "backward")]
+            text = f"written by hand, queries over the ranks in products: {', '.join(counts)}"
+        else:
+            text = ", ".join(
+                f"{what} in {count} calls" + (f" (torch's: {why})" if why else "")
+                for (what, why), count in tally.most_common()
+            )
+        return {**found, "notes": [f"attention: {text}", *found["notes"]]}
 
 
 @dataclass(frozen=True)
@@ -104,42 +121,75 @@ class ContextStyle(EagerStyle):
     recipe: ContextRecipe = ContextRecipe()
 
     def build(self, case: LoadedCase, context: StyleContext) -> EagerRun:
-        """See once per cell whether there is attention and what torch's takes, then build.
+        """See once per cell what attention there is and what torch's takes, then build.
 
         Raises:
-            Unsupported: Another mesh; no attention.
+            Unsupported: Another mesh; exact mode; no attention.
         """
         self.check_runner(context)
         check_axes(self.name, context.axes, 0, ("cp",))
+        if isinstance(case, ExactCase):
+            raise Unsupported(
+                f"{self.name} is not for exact mode: that stands in for torch's attention kernel, "
+                f"and {self.name} replaces the kernel. Leave out --exact",
+                slug="exact-attention",
+            )
         mesh = context.kept("mesh", context.device_mesh)
         part = partial(part_of, self.recipe, case, context)
-        if not context.kept("calls", lambda: count_calls(case, part)):
+        found: Attention = context.kept("attention", lambda: find(case, part, context.device))
+        if not found.calls and not found.products.by_row:
             raise Unsupported(
-                f"{self.name} does not take this case: the training step never calls "
-                f"F.scaled_dot_product_attention, so there is no attention whose sequence could "
-                f"be split. Write attention with it, or choose another style",
+                f"{self.name} does not take this case: its training step has no attention. Looked "
+                f"for F.scaled_dot_product_attention, and for a product, a softmax over its last "
+                f"dim and a product of that. Write attention in one of these ways, or choose "
+                f"another style",
                 slug="no-attention",
             )
-        fails = context.kept("torch", lambda: torch_fails(mesh, context.device))
-        return ContextRun(replace(self.recipe, torch_fails=fails, tally=Counter()), case, context)
+        recipe = replace(
+            self.recipe,
+            torch_fails=context.kept("torch", lambda: torch_fails(mesh, context.device)),
+            products=None if found.calls else found.products,
+            tally=Counter(),
+        )
+        return ContextRun(recipe, case, context)
 
 
-def count_calls(case: LoadedCase, part: Any) -> int:
-    """Return how often the case's steps attend on one device."""
-    seen: Counter[str] = Counter()
+@dataclass(frozen=True)
+class Attention:
+    """What the steps of a case do on one device.
+
+    Attributes:
+        calls: Calls of torch's function.
+        products: Of attention written by hand.
+    """
+
+    calls: int
+    products: Products
+
+
+def find(case: LoadedCase, part: Callable[[Any], Any], device: torch.device) -> Attention:
+    """Run the case's steps on one device and look for attention.
+
+    Args:
+        case: The case.
+        part: Gives this rank's part of a batch, which is the whole.
+        device: Where.
+    """
+    calls = 0
 
     def count(call: Call) -> Tensor:
-        seen["calls"] += 1
+        nonlocal calls
+        calls += 1
         return call.plain()
 
-    model = case.build_model()
+    model, watch = case.build_model().to(device), ProductWatch()
     optimizer = case.optimizer(model)
     for index in range(case.steps):
         batch = part(case.batch(index))
         case.seed_step(index)
-        with answered(count), case.factory_mode():
+        with answered(count), case.factory_mode(), watch.mode(model):
             case.step(model, optimizer, batch)
-    return seen["calls"]
+    return Attention(calls, watch.products())
 
 
 def torch_fails(mesh: Any, device: torch.device) -> str | None:
