@@ -20,9 +20,11 @@ from torch.utils import _pytree as pytree
 
 _CONTAINERS: Final = (nn.ModuleList, nn.ModuleDict)
 _ROUTING: Final = frozenset(
-    (torch.topk, torch.softmax, torch.sigmoid, torch.argmax, torch.sort, F.softmax, F.sigmoid)
-    + (F.gumbel_softmax, F.one_hot, torch.max, Tensor.topk, Tensor.softmax, Tensor.sigmoid)
-    + (Tensor.argmax, Tensor.sort, Tensor.max)
+    (
+        *(torch.topk, torch.softmax, torch.sigmoid, torch.argmax, torch.sort, torch.max),
+        *(F.softmax, F.sigmoid, F.gumbel_softmax, F.one_hot),
+        *(Tensor.topk, Tensor.softmax, Tensor.sigmoid, Tensor.argmax, Tensor.sort, Tensor.max),
+    )
 )
 
 
@@ -41,17 +43,29 @@ class ExpertList:
     units: tuple[tuple[str, ...], ...]
 
 
-class RouterSizes(TorchFunctionMode):
-    """Context that notes over how many entries a step's routing operators choose.
+class StepWatch(TorchFunctionMode):
+    """Context of one step on one device: what routes, and what reads experts' parameters.
 
     Attributes:
-        sizes: Last sizes of what they were given or gave.
+        sizes: Last sizes of what routing operators were given or gave.
+        outside: Parameters that something differentiable reads while no module of theirs runs,
+            such as a penalty in the loss: nobody but their owner could compute that.
     """
 
-    def __init__(self) -> None:
-        """Begin with none."""
+    def __init__(self, model: nn.Module, lists: ListWatch) -> None:
+        """Watch a model whose containers are watched already."""
         super().__init__()
         self.sizes: set[int] = set()
+        self.outside: set[str] = set()
+        self._names = {id(each): name for name, each in model.named_parameters()}
+        self._lists = lists
+        self._depth = 0
+        model.register_forward_pre_hook(lambda *_: self._enter(1))
+        model.register_forward_hook(lambda *_: self._enter(-1))
+
+    def _enter(self, change: int) -> None:
+        """Begin or end a forward of the model."""
+        self._depth += change
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -62,6 +76,11 @@ class RouterSizes(TorchFunctionMode):
         if func in _ROUTING:
             leaves = pytree.tree_leaves((args[:1], out))
             self.sizes.update(t.shape[-1] for t in leaves if isinstance(t, Tensor) and t.ndim)
+        if isinstance(out, Tensor) and out.grad_fn is not None:
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                name = self._names.get(id(leaf))
+                if name is not None and not self._lists.is_running(name, self._depth > 0):
+                    self.outside.add(name)
         return out
 
 
@@ -73,6 +92,7 @@ class _Seen:
     inputs: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     is_chain: bool = False
     is_sparse: bool = False
+    depth: int = 0
 
 
 class ListWatch:
@@ -98,20 +118,41 @@ class ListWatch:
                         lambda _module, _args, out, path=path, at=at: self._after(path, at, out)
                     )
 
-    def found(self, router_sizes: set[int]) -> list[ExpertList]:
-        """Return the containers whose members are experts; outer ones first."""
+    def is_running(self, parameter: str, is_otherwise: bool) -> bool:
+        """Say whether a member with this parameter is in its forward; what else is not a member's.
+
+        Args:
+            parameter: Its name.
+            is_otherwise: The answer where no watched member has it.
+        """
+        for path, members in self._lists:
+            if any(parameter.startswith(f"{member}.") for member in members):
+                return self._seen[path].depth > 0
+        return is_otherwise
+
+    def found(self, step: StepWatch) -> tuple[list[ExpertList], list[str]]:
+        """Return the containers whose members are experts, outer ones first; and why others not.
+
+        Args:
+            step: What the same step showed.
+        """
+        refused: list[str] = []
         lists: list[ExpertList] = []
         for path, members in self._lists:
             seen = self._seen[path]
             units = tuple(tuple(self._outermost(member)) for member in members)
-            is_chosen = seen.is_sparse or len(members) in router_sizes
+            is_chosen = seen.is_sparse or len(members) in step.sizes
             is_inside = any(path.startswith(f"{each}.") for lst in lists for each in lst.members)
-            if any(units) and is_chosen and not seen.is_chain and not is_inside:
-                filled = tuple(
-                    unit or (member,) for unit, member in zip(units, members, strict=True)
-                )
-                lists.append(ExpertList(path, members, filled))
-        return lists
+            if not any(units) or not is_chosen or seen.is_chain or is_inside:
+                continue
+            inside = tuple(f"{member}." for member in members)
+            read = next((name for name in sorted(step.outside) if name.startswith(inside)), None)
+            if read is not None:
+                refused.append(f"{read} is read outside of the experts' forward")
+                continue
+            filled = tuple(unit or (member,) for unit, member in zip(units, members, strict=True))
+            lists.append(ExpertList(path, members, filled))
+        return lists, refused
 
     def _outermost(self, member: str) -> Iterator[str]:
         """Give the called modules of a member that are in no other called one."""
@@ -137,6 +178,7 @@ class ListWatch:
         seen = self._seen[path]
         tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
         self._called.add(inner)
+        seen.depth += 1
         others = set().union(*(made for other, made in seen.made.items() if other != at), set())
         seen.is_chain |= _comes_from(tensors, others)
         seen.inputs[at].extend(tensors)
@@ -144,6 +186,7 @@ class ListWatch:
 
     def _after(self, path: str, at: int, out: Any) -> None:
         """Remember what a member has made."""
+        self._seen[path].depth -= 1
         for leaf in pytree.tree_leaves(out):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 self._seen[path].made[at].add(leaf.grad_fn)

@@ -7,16 +7,17 @@ come back whole. Anything else raises `NotDivisible`, and the parameter stays wh
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from spmd_verify.styles.expert_calls import at_owner
-from spmd_verify.styles.token_exchange import Route, collected, returned, route, sent, spread
+from spmd_verify.styles.expert_owners import Owners, arrived, gone_back
+from spmd_verify.styles.token_exchange import Route, returned, route, sent
 
 _PRODUCTS: Final = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
 _SUMS: Final = (torch.add, torch.mul, Tensor.add, Tensor.mul, Tensor.__add__, Tensor.__mul__)
@@ -31,29 +32,6 @@ class NotDivisible(Exception):
         text = getattr(operator, "__name__", str(operator))
         super().__init__(f"{name} is used by {text}")
         self.name = name
-
-
-@dataclass(frozen=True)
-class Owners:
-    """Which experts each rank owns: the rule of torch.chunk.
-
-    Attributes:
-        count: Experts of all ranks.
-        group: The ranks.
-    """
-
-    count: int
-    group: dist.ProcessGroup
-
-    @property
-    def per_rank(self) -> int:
-        """Return the experts of a rank that is not among the last."""
-        return -(-self.count // self.group.size())
-
-    def range(self, rank: int | None = None) -> tuple[int, int]:
-        """Return the first expert of a rank, and one past its last; this rank by default."""
-        at = self.group.rank() if rank is None else rank
-        return min(at * self.per_rank, self.count), min((at + 1) * self.per_rank, self.count)
 
 
 class StandIn:
@@ -165,9 +143,9 @@ class Stack(StandIn):
     def __getitem__(self, key: Any) -> Any:
         """Take one expert, each row's expert, or a view that keeps all experts."""
         if isinstance(key, Tensor) and not key.is_floating_point() and key.dtype != torch.bool:
-            if key.ndim == 1:
+            if key.ndim:
                 return Picked(self.name, self.local, self.owners, key)
-            key = int(key) if key.ndim == 0 else key
+            key = int(key)
         if isinstance(key, int):
             return Single(self.name, self.local, self.owners, key % self.owners.count)
         if isinstance(key, tuple) and isinstance(key[0], slice) and key[0] == slice(None):
@@ -220,10 +198,10 @@ class Single(StandIn):
 
 @dataclass(frozen=True, eq=False)
 class Picked(StandIn):
-    """Each row's expert, [rows, ...]; the owners have them, `local` is all of this rank's.
+    """Each entry's expert, [*entries, ...]; the owners have them, `local` is all of this rank's.
 
     Attributes:
-        experts: Of every row, [rows].
+        experts: Of every entry; one dim or more, such as [tokens, choices].
     """
 
     name: str
@@ -231,17 +209,37 @@ class Picked(StandIn):
     owners: Owners
     experts: Tensor
 
+    @property
+    def ndim(self) -> int:
+        """Return the number of dims, of the entries and of an expert."""
+        return self.experts.ndim + self.local.ndim - 1
+
     def changed(self, local: Tensor) -> Picked:
-        """Return the same rows with another local tensor."""
+        """Return the same entries with another local tensor."""
         return Picked(self.name, local, self.owners, self.experts)
 
+    def transpose(self, first: int, second: int) -> Picked:
+        """Exchange two dims, none of them of the entries."""
+        return self.changed(self.local.transpose(self._inner(first), self._inner(second)))
+
+    def unsqueeze(self, dim: int) -> Picked:
+        """Add a dim behind those of the entries."""
+        return self.changed(self.local.unsqueeze(self._inner(dim, self.ndim + 1)))
+
+    def _inner(self, dim: int, ndim: int | None = None) -> int:
+        """Return a dim of an expert as one of `local`."""
+        inner = dim % (ndim or self.ndim) - self.experts.ndim
+        if inner < 0:
+            raise NotDivisible(self.name, "a view across its entries")
+        return inner + 1
+
     def way(self) -> Route:
-        """Return how rows travel to their experts."""
-        return route(self.experts // self.owners.per_rank, self.owners.group)
+        """Return how the entries, as rows, travel to their experts."""
+        return route(self.experts.reshape(-1) // self.owners.per_rank, self.owners.group)
 
     def values(self, way: Route) -> Tensor:
         """Return the experts of the rows this rank works on."""
-        return self.local[self.experts[way.owned()] - self.owners.range()[0]]
+        return self.local[self.experts.reshape(-1)[way.owned()] - self.owners.range()[0]]
 
 
 def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -286,34 +284,62 @@ def _on_one(
 def _by_row(
     func: Any, equation: Any, operands: list[Any], kwargs: dict[str, Any], first: Picked
 ) -> Tensor:
-    """Compute what works on each row and its expert alone."""
-    rows = len(first.experts)
-    tensors = [each for each in operands if isinstance(each, Tensor)]
-    picked = [each for each in operands if isinstance(each, Picked)]
-    is_row_wise = equation is not None and _has_common_first(equation)
+    """Compute what works on each entry and its expert alone."""
     if func is Tensor.add_ and len(operands) == 2 and isinstance(operands[0], Tensor):
         target: Tensor = operands[0]
         return target.add_(_by_row(torch.add, None, [torch.zeros_like(target), first], {}, first))
-    if func in _EXPERT_WISE or is_row_wise:
-        same = {getattr(each, "ndim", None) for each in operands}
-        fits = all(each.ndim and len(each) == rows for each in tensors)
-        is_row_wise = fits and not kwargs and (equation is not None or len(same) == 1)
-        is_row_wise = is_row_wise and all(each.experts is first.experts for each in picked)
-    if not is_row_wise:
+    is_same = all(each.experts is first.experts for each in operands if isinstance(each, Picked))
+    if kwargs or not is_same:
+        raise NotDivisible(first.name, func)
+    if equation is not None:
+        return _einsum_by_row(equation, operands, first)
+    lead = first.experts.shape
+    inner = first.ndim - len(lead)
+    fits = all(each.ndim == first.ndim for each in operands if isinstance(each, StandIn | Tensor))
+    if func not in _EXPERT_WISE or not fits or (func in _PRODUCTS and inner < 2):
         raise NotDivisible(first.name, func)
     way = first.way()
-    moved = [each.values(way) if isinstance(each, Picked) else sent(each, way) for each in operands]
-    out = func(*moved) if equation is None else torch.einsum(equation, *moved)
-    return returned(out, way)
+    rows = [
+        sent(each.expand(*lead, *each.shape[len(lead) :]).flatten(0, len(lead) - 1), way)
+        if isinstance(each, Tensor)
+        else each.values(way)
+        if isinstance(each, Picked)
+        else each
+        for each in operands
+    ]
+    return returned(func(*rows), way).unflatten(0, lead)
 
 
-def _has_common_first(equation: str) -> bool:
-    """Say whether all terms of an einsum begin with one letter, which nothing sums over."""
-    terms = equation.replace(" ", "").replace("->", ",").split(",")
-    letter = terms[0][:1]
-    return "->" in equation and letter.isalpha() and all(
-        term[:1] == letter and term.count(letter) == 1 for term in terms
-    )  # fmt: skip
+def _einsum_by_row(equation: str, operands: list[Any], first: Picked) -> Tensor:
+    """Compute an einsum whose first letters count entries; the result may sum over them."""
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    count = first.experts.ndim
+    leads = {
+        term[:count] for term, each in zip(terms, operands, strict=True) if isinstance(each, Picked)
+    }
+    lead = leads.pop()
+    row = next(letter for letter in string.ascii_letters if letter not in equation)
+    if leads or not arrow or "." in equation or len(set(lead)) < count:
+        raise NotDivisible(first.name, torch.einsum)
+    sizes = dict(zip(lead, first.experts.shape, strict=True))
+    way = first.way()
+    rows = []
+    for term, each in zip(terms, operands, strict=True):
+        rest = [letter for letter in term if letter not in lead]
+        if isinstance(each, Picked):
+            rows.append(each.values(way))
+            continue
+        whole = each.permute([term.index(letter) for letter in (*lead, *rest) if letter in term])
+        for dim, letter in enumerate(lead):
+            if letter not in term:
+                whole = whole.unsqueeze(dim)
+        whole = whole.expand(*sizes.values(), *whole.shape[count:])
+        rows.append(sent(whole.flatten(0, count - 1), way))
+    inner = ["".join(letter for letter in term if letter not in lead) for term in (*terms, right)]
+    text = f"{','.join(row + each for each in inner[:-1])}->{row}{inner[-1]}"
+    out = returned(torch.einsum(text, *rows), way).unflatten(0, first.experts.shape)
+    return torch.einsum(f"{lead}{inner[-1]}->{right}", out)
 
 
 def _einsum(equation: str, operands: list[Any], first: Stack) -> Tensor:
@@ -329,10 +355,12 @@ def _einsum(equation: str, operands: list[Any], first: Stack) -> Tensor:
     if not is_plain or any(term.count(letter) > 1 for term in (*terms, right)):
         raise NotDivisible(first.name, torch.einsum)
     local = [
-        each.local if isinstance(each, Stack) else _arrived(each, _from_end(term, letter), first)
+        each.local
+        if isinstance(each, Stack)
+        else arrived(each, _from_end(term, letter), first.owners)
         for term, each in zip(terms, operands, strict=True)
     ]
-    return _gone_back(torch.einsum(equation, *local), _from_end(right, letter), first)
+    return gone_back(torch.einsum(equation, *local), _from_end(right, letter), first.owners)
 
 
 def _from_end(term: str, letter: str) -> int | None:
@@ -364,40 +392,5 @@ def _broadcast(func: Any, operands: list[Any], first: Stack) -> Tensor:
         if is_product and each.ndim < 2:
             raise NotDivisible(first.name, func)
         has_experts = each.ndim >= -dim and each.shape[dim] == first.owners.count
-        local.append(_arrived(each, dim if has_experts else None, first))
-    return _gone_back(func(*local), dim, first)
-
-
-def _arrived(whole: Tensor, dim: int | None, stack: Stack) -> Tensor:
-    """Return what this rank's experts get of a tensor, whose dim counts experts or which all get.
-
-    Rows are (expert, token); a rank holds the tokens of its chunk.
-    """
-    if dim is None:
-        return spread(whole, stack.owners.group)
-    moved = whole.movedim(dim, 0)
-    flat = moved.reshape(len(moved), -1)
-    way = _grid(flat.shape[1], stack, whole.device)
-    begin, end = stack.owners.range()
-    own = sent(flat.reshape(-1), way)
-    return own.reshape(end - begin, *moved.shape[1:]).movedim(0, dim)
-
-
-def _gone_back(part: Tensor, dim: int | None, stack: Stack) -> Tensor:
-    """Return the results whole: joined along the experts' dim, or summed over the ranks."""
-    if dim is None:
-        return collected(part, stack.owners.group)
-    moved = part.movedim(dim, 0)
-    rest = moved.shape[1:]
-    way = _grid(rest.numel(), stack, part.device)
-    whole = returned(moved.reshape(-1), way)
-    return whole.reshape(stack.owners.count, *rest).movedim(0, dim)
-
-
-def _grid(tokens: int, stack: Stack, device: torch.device) -> Route:
-    """Return the route of (expert, token): held by the token's rank, owned by the expert's."""
-    owners = torch.arange(stack.owners.count, device=device) // stack.owners.per_rank
-    per_rank = max(1, -(-tokens // stack.owners.group.size()))
-    holders = torch.arange(tokens, device=device) // per_rank
-    grid = owners[:, None].expand(-1, tokens), holders[None, :].expand(len(owners), -1)
-    return Route(stack.owners.group, grid[1].reshape(-1), grid[0].reshape(-1))
+        local.append(arrived(each, dim if has_experts else None, first.owners))
+    return gone_back(func(*local), dim, first.owners)

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from spmd_verify.styles.expert_stacks import Owners, Stack
+from spmd_verify.styles.expert_owners import Owners
+from spmd_verify.styles.expert_stacks import Stack
 
 _FEWEST_DIMS: Final = 3  # [experts, in, out]; biases [experts, out] beside such a stack
 
@@ -64,10 +65,6 @@ class StackSwap:
             module._parameters[key] = nn.Parameter(own, requires_grad=whole.requires_grad)
         for module in {self._model, *(module for _, module, _ in self._places)}:
             module.forward = partial(self._forward, module.forward)
-
-    def is_experts(self, name: str, router_sizes: set[int]) -> bool:
-        """Say whether something chooses among as many entries as a stack has."""
-        return self._owners[name].count in router_sizes
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run forward with stand-ins in the parameters' places."""

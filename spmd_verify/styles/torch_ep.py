@@ -8,7 +8,7 @@ experts' owners and takes the results back; parameters of other ranks' experts a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -24,8 +24,9 @@ from spmd_verify.parts import WHOLE, Chunk
 from spmd_verify.styles.base import StyleContext
 from spmd_verify.styles.eager import EagerRun, EagerStyle, part_of
 from spmd_verify.styles.expert_calls import at_owner
-from spmd_verify.styles.expert_lists import ExpertList, ListWatch, RouterSizes
-from spmd_verify.styles.expert_stacks import NotDivisible, Owners
+from spmd_verify.styles.expert_lists import ExpertList, ListWatch, StepWatch
+from spmd_verify.styles.expert_owners import Owners
+from spmd_verify.styles.expert_stacks import NotDivisible
 from spmd_verify.styles.stack_swap import StackSwap, candidates
 from spmd_verify.styles.torch_base import TorchRecipe, check_axes
 from spmd_verify.styles.torch_refusals import torch_refuses
@@ -174,16 +175,21 @@ def find_experts(
         Unsupported: `torch-refuses`, where the step with stand-ins raises for another reason.
     """
     model = case.build_model().to(device)
-    watch, sizes = ListWatch(model), RouterSizes()
-    _one_step(case, part, model, sizes)
-    lists = watch.found(sizes.sizes)
+    watch = ListWatch(model)
+    step = StepWatch(model, watch)
+    _one_step(case, part, model, step)
+    lists, refused = watch.found(step)
     inside = tuple(f"{member}." for each in lists for member in each.members)
-    names = [name for name in candidates(model) if not name.startswith(inside)]
-    refused: list[str] = []
+    stacked = [
+        name
+        for name in candidates(model)
+        if not name.startswith(inside) and model.get_parameter(name).shape[0] in step.sizes
+    ]
+    refused += [f"{name} is read outside of forward" for name in stacked if name in step.outside]
+    names = [name for name in stacked if name not in step.outside]
     while names:
         model = case.build_model().to(device)
-        swap = StackSwap(model, names, group)
-        swap.cut()
+        StackSwap(model, names, group).cut()
         try:
             with torch_refuses("ep", "the step with stand-ins for stacked parameters"):
                 _one_step(case, part, model)
@@ -193,21 +199,16 @@ def find_experts(
             names.remove(error.__cause__.name)
             refused.append(str(error.__cause__))
             continue
-        names = [name for name in names if swap.is_experts(name, sizes.sizes)]
         break
     return Experts(tuple(lists), tuple(names), tuple(refused))
 
 
-def _one_step(case: LoadedCase, part: Any, model: nn.Module, *modes: Any) -> None:
-    """Run the first step."""
+def _one_step(case: LoadedCase, part: Any, model: nn.Module, mode: Any = None) -> None:
+    """Run the first step, in a mode or in none."""
     optimizer = case.optimizer(model)
     batch = part(case.batch(0))
     case.seed_step(0)
-    with case.factory_mode():
-        for mode in modes:
-            with mode:
-                case.step(model, optimizer, batch)
-            return
+    with case.factory_mode(), mode or nullcontext():
         case.step(model, optimizer, batch)
 
 
