@@ -110,5 +110,4 @@ def _added(mask: Tensor, query: Tensor, columns: int) -> Tensor:
     """Return a mask as what is added to the scores, [..., queries, columns]."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -math.inf)
-    leading = mask.shape[:-2] if mask.ndim > 1 else ()
-    return mask.expand(*leading, query.shape[-2], columns)
+    return mask.expand(*mask.shape[:-2], query.shape[-2], columns)

@@ -7,7 +7,7 @@ shape, so that the collectives of backward meet in one order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,8 @@ def at_owner(
     group: dist.ProcessGroup,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    *,
+    used: Sequence[Tensor] = (),
 ) -> Any:
     """Return `function(*args, **kwargs)`, computed by one rank. Collective.
 
@@ -47,6 +49,8 @@ def at_owner(
         group: The ranks.
         args: Tensors are whole and the same on every rank.
         kwargs: Likewise.
+        used: This rank's tensors that one device uses in the call: they get a gradient of zeros
+            where the function does not use them.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     moved = {at: _sent(leaf, owner, group) for at, leaf in enumerate(leaves) if _is_tensor(leaf)}
@@ -69,7 +73,7 @@ def at_owner(
         device = next((leaf.device for leaf in leaves if _is_tensor(leaf)), torch.device("cpu"))
         results = [_stand_in(each, device) for each in shown]
     made = _Made(shown, owner, group)
-    return pytree.tree_unflatten(made.whole(results, list(moved.values())), result_spec)
+    return pytree.tree_unflatten(made.whole(results, [*moved.values(), *used]), result_spec)
 
 
 @dataclass(frozen=True)

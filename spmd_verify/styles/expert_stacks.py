@@ -278,7 +278,8 @@ def _on_one(
         options = {k: v.value() if isinstance(v, Single) else v for k, v in named.items()}
         return func(*values, **options)
 
-    return at_owner(function, first.owner, first.owners.group, args, kwargs)
+    used = [each.local for each in stands]  # one device has a gradient of the whole stack
+    return at_owner(function, first.owner, first.owners.group, args, kwargs, used=used)
 
 
 def _by_row(
