@@ -5,7 +5,7 @@ import pytest
 from spmd_verify.errors import CaseError, UsageError
 from spmd_verify.style_ids import ENGINE, axis_name, bare_mesh, check_user_styles, select
 
-TORCH = ("ddp", "fsdp2", "hsdp")
+TORCH = ("ddp", "fsdp2", "hsdp", "cp", "ep")
 
 
 def test_the_default_is_the_engine_and_the_files_own_styles() -> None:

@@ -115,12 +115,12 @@ class ExpertStyle(EagerStyle):
             "experts", lambda: find_experts(case, part, context.device, mesh.get_group(0))
         )
         if not experts.lists and not experts.stacks:
-            reasons = f" ({'; '.join(experts.refused)})" if experts.refused else ""
+            reasons = f"; {'; '.join(experts.refused)}" if experts.refused else ""
             raise Unsupported(
-                f"{self.name} does not take this case: it has no experts. Looked for equal members "
-                f"of a ModuleList or ModuleDict that a router chooses between, and for parameters "
-                f"[experts, ...] that a router's tokens are multiplied with{reasons}. Use a "
-                f"mixture of experts, or choose another style",
+                f"{self.name} does not take this case: it has no experts that can be spread"
+                f"{reasons}. Looked for equal members of a ModuleList or ModuleDict that a router "
+                f"chooses between, and for parameters [experts, ...] that tokens are multiplied "
+                f"with expert by expert. Use such a mixture of experts, or choose another style",
                 slug="no-experts",
             )
         run = EagerRun(replace(self.recipe, experts=experts), case, context)
