@@ -232,13 +232,16 @@ def norms_of_all(model: nn.Module, experts: Experts, group: dist.ProcessGroup) -
         ours = [each for each in given if id(each) in ids]
         common = [each for each in given if id(each) not in ids]
         norms = [plain(each, norm_type, *args, **kwargs) for each in (ours, common)]
-        is_max = float(norm_type) == float("inf")
-        summand = norms[0] if is_max else norms[0] ** norm_type
-        summand = summand.clone()
-        dist.all_reduce(summand, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
-        if is_max:
-            return torch.maximum(summand, norms[1])
-        return (summand + norms[1] ** norm_type) ** (1 / norm_type)
+        # A rank without experts has a norm of nothing, in torch's default dtype.
+        summand, rest = (norm.to(torch.float64) for norm in norms)
+        if float(norm_type) == float("inf"):
+            dist.all_reduce(summand, dist.ReduceOp.MAX, group=group)
+            found = torch.maximum(summand, rest)
+        else:
+            summand = summand**norm_type
+            dist.all_reduce(summand, group=group)
+            found = (summand + rest**norm_type) ** (1 / norm_type)
+        return found.to(given[0].dtype if given else norms[1].dtype)
 
     setattr(clip_grad, _TOTAL_NORM, total)
     try:
