@@ -28,6 +28,8 @@ _HOMES: Final[dict[str, str]] = {
     "pp": "spmd_verify.styles.torch_pp:STYLE",
     "zero1": "spmd_verify.styles.torch_zero:STYLE",
     "ddp+pp": "spmd_verify.styles.torch_pp:WITH_DDP",
+    "cp": "spmd_verify.styles.torch_cp:STYLE",
+    "ep": "spmd_verify.styles.torch_ep:STYLE",
 }
 
 
