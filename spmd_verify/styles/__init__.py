@@ -25,6 +25,10 @@ _HOMES: Final[dict[str, str]] = {
     "ddp": "spmd_verify.styles.torch_ddp:STYLE",
     "fsdp2": "spmd_verify.styles.torch_fsdp:STYLE",
     "hsdp": "spmd_verify.styles.torch_fsdp:HYBRID",
+    "tp": "spmd_verify.styles.torch_tp:STYLE",
+    "sp": "spmd_verify.styles.torch_tp:SEQUENCE",
+    "fsdp2+tp": "spmd_verify.styles.torch_tp:SHARDED",
+    "hsdp+tp": "spmd_verify.styles.torch_tp:HYBRID",
 }
 
 
