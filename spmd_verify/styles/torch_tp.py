@@ -8,7 +8,6 @@ from typing import Any, Final
 
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.experimental import implicit_replication
 
 from spmd_verify.case import LoadedCase
 from spmd_verify.errors import Unsupported
@@ -18,7 +17,7 @@ from spmd_verify.styles.torch_base import TorchRecipe, check_axes
 from spmd_verify.styles.torch_fsdp import common_blocks
 from spmd_verify.styles.tp_derive import Derived, derive
 from spmd_verify.styles.tp_plans import Plan, derived_plan, user_plan
-from spmd_verify.styles.tp_replicated import replicate_rest
+from spmd_verify.styles.tp_replicated import plain_is_whole, replicate_rest
 
 
 @dataclass(frozen=True)
@@ -55,12 +54,12 @@ class TensorParallelRecipe(TorchRecipe):
         self, case: LoadedCase, model: nn.Module, optimizer: Any, batch: Any, mesh: Any
     ) -> Any:
         """Run the case's step; plain tensors that meet a DTensor in it are whole on every rank."""
-        with implicit_replication():
+        with plain_is_whole():
             return super().step(case, model, optimizer, batch, mesh)
 
     def evaluate(self, case: LoadedCase, model: nn.Module, batch: Any, mesh: Any) -> Any:
         """Run forward likewise."""
-        with implicit_replication():
+        with plain_is_whole():
             return super().evaluate(case, model, batch, mesh)
 
 

@@ -40,7 +40,8 @@ class Entry:
 
     Attributes:
         how: One of the words above.
-        group: The row-wise layer whose group it belongs to, "" for none.
+        group: The row-wise layer that takes the columns, or the first module of those that share
+            a weight; "" for none.
         dim: For `sequence`: the dim of the input that is split.
         is_transposed: The weight is `[in, out]`; see `tp_trial.Linear`.
     """
@@ -67,6 +68,8 @@ class Derived:
 def derive(case: LoadedCase, part: Callable[[Any], Any], ranks: int, has_norms: bool) -> Derived:
     """Rehearse a step and an eval forward, and derive a plan all ranks have. Collective.
 
+    Where the file brings a plan, only who uses which parameter is found out.
+
     Args:
         case: The case.
         part: Gives this rank's part of a global batch.
@@ -83,9 +86,11 @@ def derive(case: LoadedCase, part: Callable[[Any], Any], ranks: int, has_norms: 
         model(*args, **kwargs)
     for name, users in evaluated.uses.items():
         seen.uses.setdefault(name, set()).update(users)
+    entries: dict[str, Entry] = {}
     with case.factory_mode():
-        entries = dict(_Plan(model, seen, ranks).entries())
-        if has_norms:
+        if case.hooks.tp_plan is None:
+            entries = dict(_Plan(model, seen, ranks).entries())
+        if case.hooks.tp_plan is None and has_norms:
             entries |= dict(_norms(model, seen, entries, ranks))
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (entries, seen.uses))
@@ -106,12 +111,11 @@ def agreed(plans: Sequence[dict[str, Entry]]) -> dict[str, Entry]:
         if all(plan.get(path) == entry for plan in plans)
     }
     broken = {e.group for plan in plans for p, e in plan.items() if common.get(p) != e and e.group}
-    return {
-        path: entry
-        if entry.group not in broken
-        else Entry(_ALONE[entry.how], is_transposed=entry.is_transposed)
-        for path, entry in common.items()
-    }
+    kept = {path: entry for path, entry in common.items() if entry.group not in broken}
+    for path, entry in common.items():
+        if path not in kept and entry.how in _ALONE:
+            kept[path] = Entry(_ALONE[entry.how], is_transposed=entry.is_transposed)
+    return kept
 
 
 class _Plan:
@@ -151,10 +155,10 @@ class _Plan:
             for name in own
         )
 
-    def _is_tied(self, path: str) -> bool:
-        """Say whether a module shares a parameter."""
+    def _is_tied(self, path: str, besides: Any = None) -> bool:
+        """Say whether a module shares a parameter, besides a known one."""
         own = self.modules[path].parameters(recurse=False)
-        return any(len(self.owners[id(parameter)]) > 1 for parameter in own)
+        return any(len(self.owners[id(p)]) > 1 for p in own if p is not besides)
 
     def _linear(self, path: str) -> Linear | None:
         """Return a linear layer."""
@@ -212,15 +216,16 @@ class _Plan:
         )
 
     def _single(self, linears: Sequence[Linear]) -> Iterator[tuple[str, Entry]]:
-        """Give layers on their own: of two in one module the later one row-wise."""
-        before = ("", "")
+        """Give layers on their own: of several in one module the last one row-wise."""
+        by_parent: dict[str, list[Linear]] = {}
         for linear in linears:
-            parent = linear.path.rpartition(".")[0]
-            is_second = before == (parent, COLUMN_GATHERED)
+            by_parent.setdefault(linear.path.rpartition(".")[0], []).append(linear)
+        for linear in linears:
+            siblings = by_parent[linear.path.rpartition(".")[0]]
+            is_last = len(siblings) > 1 and linear is siblings[-1]
             sizes = {COLUMN_GATHERED: linear.num_outputs, ROW_SCATTERED: linear.num_inputs}
-            order = sorted(sizes, reverse=is_second)
+            order = reversed(sizes) if is_last else iter(sizes)
             how = next((each for each in order if sizes[each] >= self.ranks), None)
-            before = (parent, how or "")
             if how is not None:
                 yield linear.path, Entry(how, is_transposed=linear.is_transposed)
 
@@ -244,16 +249,16 @@ class _Plan:
             linears = [linear for path in paths if (linear := known[path]) is not None]
             if any(linear.is_transposed for linear in linears):
                 continue
-            if any(len(list(module.parameters())) > 1 for module in modules[1:]):
-                continue
+            if any(self._is_tied(path, besides=modules[0].weight) for path in paths):
+                continue  # a bias that others have too
             shape: Any = modules[0].weight.shape  # type: ignore[union-attr]
             is_padded = any(getattr(module, "padding_idx", None) is not None for module in modules)
             dim = 1 if is_padded or shape[0] < self.ranks else 0
             if shape[dim] < self.ranks:
                 continue
             for path in paths:
-                is_linear = known[path] is not None
-                yield path, Entry(COLUMN_GATHERED if is_linear == (dim == 0) else ROW_SCATTERED)
+                is_column = (known[path] is not None) == (dim == 0)
+                yield path, Entry(COLUMN_GATHERED if is_column else ROW_SCATTERED, paths[0])
 
 
 def _norms(

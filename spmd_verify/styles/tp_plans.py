@@ -34,7 +34,7 @@ from spmd_verify.styles.tp_derive import (
 )
 from spmd_verify.user_code import UserCode
 
-_NUMBER: Final = re.compile(r"\d+")
+_NUMBER: Final = re.compile(r"(?<![^.])\d+(?![^.])")
 _SHOWN: Final = 12  # entries of a plan in a note
 
 
@@ -148,15 +148,8 @@ def _styles(entry: Entry) -> list[ParallelStyle]:
 
 
 def described(entries: Mapping[str, str]) -> str:
-    """Return entries in words, repeated blocks once: `blocks.*.up column, head row`."""
-    texts: dict[str, set[str]] = {}
-    for path, text in entries.items():
-        texts.setdefault(_NUMBER.sub("*", path), set()).add(text)
-    words = dict.fromkeys(
-        f"{shown if len(texts[shown]) == 1 else path} {text}"
-        for path, text in entries.items()
-        for shown in (_NUMBER.sub("*", path),)
-    )
+    """Return entries in words, those of repeated blocks once: `blocks.*.up column, head row`."""
+    words = dict.fromkeys(f"{_NUMBER.sub('*', path, count=1)} {text}" for path, text in entries.items())
     return ", ".join(list(words)[:_SHOWN]) + (", ..." if len(words) > _SHOWN else "")
 
 

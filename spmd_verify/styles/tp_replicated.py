@@ -7,17 +7,51 @@ the local tensor for as long as its forward runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from spmd_verify.styles.tp_plans import distributed
 
 # A module that has a parameter, and the parameter's name in it.
 Place = tuple[nn.Module, str]
+
+
+@contextmanager
+def plain_is_whole() -> Iterator[None]:
+    """Let plain tensors meet DTensors as what every rank of the mesh has alike.
+
+    As torch's `implicit_replication`, whose gradients of the plain tensors would be DTensors.
+    """
+    with implicit_replication(), _Replicated():
+        yield
+
+
+class _Replicated(TorchFunctionMode):
+    """Makes the plain operands beside a DTensor DTensors, so that autograd leads back to them."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        del types  # DTensor overrides no torch function and is not among them
+        kwargs = kwargs or {}
+        leaves = pytree.tree_leaves((args, kwargs))
+        mesh = next((leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor)), None)
+
+        def replicated(leaf: Any) -> Any:
+            if isinstance(leaf, DTensor) or not isinstance(leaf, Tensor) or leaf.grad_fn is None:
+                return leaf
+            return DTensor.from_local(leaf, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+        if mesh is not None:
+            args, kwargs = pytree.tree_map(replicated, (args, kwargs))
+        return func(*args, **kwargs)
 
 
 def replicate_rest(model: nn.Module, mesh: Any, uses: Mapping[str, Iterable[str]]) -> None:
