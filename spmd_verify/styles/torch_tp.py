@@ -116,7 +116,5 @@ class TensorParallelStyle(EagerStyle):
 
 STYLE: Final = TensorParallelStyle(TensorParallelRecipe("tp"))
 SEQUENCE: Final = TensorParallelStyle(TensorParallelRecipe("sp", axis="sp"), has_norms=True)
-SHARDED: Final = TensorParallelStyle(
-    TensorParallelRecipe("fsdp2+tp", is_per_rank=True), num_axes=1
-)
+SHARDED: Final = TensorParallelStyle(TensorParallelRecipe("fsdp2+tp", is_per_rank=True), num_axes=1)
 HYBRID: Final = TensorParallelStyle(TensorParallelRecipe("hsdp+tp", is_per_rank=True), num_axes=2)

@@ -10,8 +10,13 @@ from fnmatch import fnmatchcase
 from typing import Any, Final
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -149,7 +154,9 @@ def _styles(entry: Entry) -> list[ParallelStyle]:
 
 def described(entries: Mapping[str, str]) -> str:
     """Return entries in words, those of repeated blocks once: `blocks.*.up column, head row`."""
-    words = dict.fromkeys(f"{_NUMBER.sub('*', path, count=1)} {text}" for path, text in entries.items())
+    words = dict.fromkeys(
+        f"{_NUMBER.sub('*', path, count=1)} {text}" for path, text in entries.items()
+    )
     return ", ".join(list(words)[:_SHOWN]) + (", ..." if len(words) > _SHOWN else "")
 
 

@@ -160,9 +160,7 @@ def _as_leaf(value: Tensor) -> Tensor:
     return copy.requires_grad_(value.requires_grad)
 
 
-def _run(
-    module: nn.Module, args: Any, kwargs: Any, patches: Mapping[nn.Module, Forward]
-) -> Any:
+def _run(module: nn.Module, args: Any, kwargs: Any, patches: Mapping[nn.Module, Forward]) -> Any:
     """Call a module with other forwards inside, always from the same random state."""
     with torch.random.fork_rng(), _patched(patches):
         torch.manual_seed(_SEED)
