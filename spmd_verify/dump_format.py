@@ -15,6 +15,7 @@ from spmd_verify.layouts import (
     Partial,
     Replicate,
     Shard,
+    Strided,
     coordinates,
     describe,
     is_partial,
@@ -260,6 +261,8 @@ def _own(placement: Any, ndim: int) -> Any:
     dim = placement.dim + ndim if placement.dim < 0 else placement.dim
     if hasattr(placement, "indices"):
         return Indexed(dim, tuple(placement.indices))
+    if hasattr(placement, "split_factor"):
+        return Strided(dim, int(placement.split_factor))
     units = tuple(getattr(placement, "units", ()))
     outer, inner = getattr(placement, "outer", 1), getattr(placement, "inner", 1)
     return Shard(dim, units, outer, inner)
@@ -271,6 +274,8 @@ def _plain(placement: Any) -> Any:
         return {"partial": placement.op}
     if isinstance(placement, Indexed):
         return {"indices": list(placement.indices), "dim": placement.dim}
+    if isinstance(placement, Strided):
+        return {"shard": placement.dim, "strided": placement.split_factor}
     if isinstance(placement, Shard):
         if not placement.units and placement.outer == placement.inner == 1:
             return {"shard": placement.dim}
@@ -296,6 +301,8 @@ def _placement(plain: Any, where: str) -> Any:
             return Partial(plain["partial"])
         if _are_counts(indices) and _is_count(plain.get("dim")):
             return Indexed(plain["dim"], tuple(indices))
+        if _is_count(dim) and _is_count(plain.get("strided")):
+            return Strided(dim, plain["strided"])
         if _is_count(dim) and _are_counts(units) and _are_counts([outer, inner]):
             return Shard(dim, tuple(units), outer, inner)
     raise layout_error(where, repr(plain), "a placement")

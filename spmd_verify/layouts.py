@@ -54,6 +54,19 @@ class Shard:
 
 
 @dataclass(frozen=True)
+class Strided:
+    """A dim in consecutive parts of what later axes of the mesh left of it.
+
+    Attributes:
+        dim: Which.
+        split_factor: Ranks of those axes.
+    """
+
+    dim: int
+    split_factor: int
+
+
+@dataclass(frozen=True)
 class Indexed:
     """A dim of which this rank has these indices, in this order: interleaved or packed parts.
 

@@ -45,20 +45,19 @@ STYLES: Final[tuple[StyleId, ...]] = (
     StyleId("ddp", "torch", "DistributedDataParallel"),
     StyleId("fsdp2", "torch", "fully_shard on one axis", ("fsdp",)),
     StyleId("hsdp", "torch", "fully_shard on two axes", ("replicate", "shard")),
-    StyleId("tp", "torch", "parallelize_module, column and row wise", ("tp",), False),
-    StyleId("sp", "torch", "tensor parallel with sequence-sharded norms", ("sp",), False),
+    StyleId("tp", "torch", "parallelize_module, column and row wise", ("tp",)),
+    StyleId("sp", "torch", "tensor parallel with sequence-sharded norms", ("sp",)),
     StyleId("cp", "torch", "context parallel attention", ("cp",)),
     StyleId("pp", "torch", "pipeline stages", ("pp",)),
     StyleId("ep", "torch", "experts spread over ranks", ("ep",)),
     StyleId("zero1", "torch", "DistributedDataParallel with ZeroRedundancyOptimizer"),
-    StyleId("fsdp2+tp", "torch", "fully_shard over what tp has split", ("dp", "tp"), False),
+    StyleId("fsdp2+tp", "torch", "fully_shard over what tp has split", ("dp", "tp")),
     StyleId("ddp+pp", "torch", "DistributedDataParallel of every stage", ("dp", "pp")),
     StyleId(
         "hsdp+tp",
         "torch",
         "fully_shard on two axes over what tp has split",
         ("replicate", "shard", "tp"),
-        False,
     ),
 )
 

@@ -30,6 +30,10 @@ _HOMES: Final[dict[str, str]] = {
     "ddp+pp": "spmd_verify.styles.torch_pp:WITH_DDP",
     "cp": "spmd_verify.styles.torch_cp:STYLE",
     "ep": "spmd_verify.styles.torch_ep:STYLE",
+    "tp": "spmd_verify.styles.torch_tp:STYLE",
+    "sp": "spmd_verify.styles.torch_tp:SEQUENCE",
+    "fsdp2+tp": "spmd_verify.styles.torch_tp:SHARDED",
+    "hsdp+tp": "spmd_verify.styles.torch_tp:HYBRID",
 }
 
 

@@ -61,37 +61,49 @@ class FullyShardStyle(EagerStyle):
         """
         self.check_runner(context)
         check_axes(self.name, context.axes, self.num_axes)
-        part = partial(part_of, self.recipe, case, context)
-        rehearsal = context.kept(
-            "rehearsal", lambda: rehearse(case, part, partial(blocks_of, case))
-        )
-        self._check_gradients(rehearsal)
-        found = blocks_of(case, case.build_model())
-        blocks = rehearsal.common(found)
-        run = EagerRun(replace(self.recipe, blocks=tuple(blocks)), case, context)
-        left = [path for path in found if path not in blocks]
-        if left:
-            run.extra_notes.append(
-                f"sharded with the root, because the ranks do not all enter them in one order: "
-                f"{', '.join(left[:3])}{', ...' if len(left) > 3 else ''}"
-            )
+        blocks, note = common_blocks(self.recipe, case, context)
+        run = EagerRun(replace(self.recipe, blocks=blocks), case, context)
+        run.extra_notes += [note] if note else []
         return run
 
-    def _check_gradients(self, rehearsal: Rehearsal) -> None:
-        """Refuse what would leave the ranks with reductions of different sizes.
 
-        Source: torch 2.13 _fsdp_param_group.post_backward reduces the gradients a rank has.
-        """
-        uneven = rehearsal.uneven()
-        if uneven is None:
-            return
-        name, step, ranks = uneven
-        raise Unsupported(
-            f"{self.name} does not take this case: fully_shard reduces the gradients that a rank "
-            f"has, and in step {step} {name} has one on ranks {', '.join(map(str, ranks))} only. "
-            f"Let every rank use it, if only with weight 0",
-            slug="torch-refuses",
-        )
+def common_blocks(
+    recipe: TorchRecipe, case: LoadedCase, context: StyleContext
+) -> tuple[tuple[str, ...], str]:
+    """Rehearse once per cell; return the blocks to shard and what to say of those left out.
+
+    Raises:
+        Unsupported: Gradients that only some ranks have.
+    """
+    part = partial(part_of, recipe, case, context)
+    rehearsal = context.kept("rehearsal", lambda: rehearse(case, part, partial(blocks_of, case)))
+    _check_gradients(recipe.name, rehearsal)
+    found = blocks_of(case, case.build_model())
+    blocks = rehearsal.common(found)
+    left = [path for path in found if path not in blocks]
+    if not left:
+        return tuple(blocks), ""
+    return tuple(blocks), (
+        f"sharded with the root, because the ranks do not all enter them in one order: "
+        f"{', '.join(left[:3])}{', ...' if len(left) > 3 else ''}"
+    )
+
+
+def _check_gradients(style: str, rehearsal: Rehearsal) -> None:
+    """Refuse what would leave the ranks with reductions of different sizes.
+
+    Source: torch 2.13 _fsdp_param_group.post_backward reduces the gradients a rank has.
+    """
+    uneven = rehearsal.uneven()
+    if uneven is None:
+        return
+    name, step, ranks = uneven
+    raise Unsupported(
+        f"{style} does not take this case: fully_shard reduces the gradients that a rank "
+        f"has, and in step {step} {name} has one on ranks {', '.join(map(str, ranks))} only. "
+        f"Let every rank use it, if only with weight 0",
+        slug="torch-refuses",
+    )
 
 
 def blocks_of(case: LoadedCase, model: nn.Module) -> list[str]:
