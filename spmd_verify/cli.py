@@ -17,6 +17,7 @@ from spmd_verify.errors import InternalError, SpmdVerifyError
 from spmd_verify.exit_codes import INTERNAL, INTERRUPTED, PASSED, WRONG_USE
 from spmd_verify.options import FuzzOptions, Options, parse_mesh
 from spmd_verify.style_ids import STYLES
+from spmd_verify.variants import KEYS, Variants
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,6 +76,8 @@ def options_from(arguments: argparse.Namespace, words: Sequence[str]) -> Options
     if "mesh" in settings:
         settings["mesh"] = parse_mesh(settings["mesh"])
     renamed = {"timeout": "timeout_seconds"}
+    settings = {renamed.get(key, key.replace("-", "_")): value for key, value in settings.items()}
+    variants = Variants(**{key: settings.pop(key) for key in KEYS & set(settings)})
     return Options(
         targets=tuple(arguments.targets),
         match=arguments.match,
@@ -86,8 +89,9 @@ def options_from(arguments: argparse.Namespace, words: Sequence[str]) -> Options
         mesh_sweep=tuple(parse_mesh(text) for text in arguments.mesh_sweep),
         reports=tuple(report_argument(text) for text in arguments.report),
         overrides={"inputs": "adversarial"} if arguments.adversarial else {},
+        variants=variants,
         command=("spmd-verify", *words),
-        **{renamed.get(key, key.replace("-", "_")): value for key, value in settings.items()},
+        **settings,
     ).checked()
 
 

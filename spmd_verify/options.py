@@ -10,6 +10,7 @@ from typing import Final
 
 from spmd_verify.errors import UsageError, choices_text
 from spmd_verify.style_ids import bare_mesh
+from spmd_verify.variants import Variants
 
 DTYPES: Final[tuple[str, ...]] = ("float32", "float64", "bfloat16")
 # Dtypes in which a wrong formula is far above rounding (`drawn_check.TOLERANCES`).
@@ -109,6 +110,9 @@ class Options:
         reports: `(format, path)` of every report file asked for.
         exact: Judge single steps from dyadic states, bit for bit.
         overrides: Fields put over what discovery finds, by name; part of a case's address.
+        variants: How every case is trained besides: docs/variants.md.
+        resume_check: Whether each cell that passes is saved, loaded into a fresh build, and
+            continued.
         faults: Most faults that `certify` plants in a cell, >= 1.
         command: The command line, for the record.
     """
@@ -136,6 +140,8 @@ class Options:
     reports: tuple[tuple[str, str], ...] = ()
     exact: bool = False
     overrides: dict[str, str] = field(default_factory=dict)
+    variants: Variants = Variants()
+    resume_check: bool = False
     faults: int = DEFAULT_FAULTS
     command: tuple[str, ...] = ()
 
@@ -147,7 +153,8 @@ class Options:
     @property
     def case_overrides(self) -> dict[str, str]:
         """Return what `case.load_case` takes as overrides."""
-        return {**self.overrides, **({"exact": "yes"} if self.exact else {})}
+        exact = {"exact": "yes"} if self.exact else {}
+        return {**self.overrides, **exact, **self.variants.overrides()}
 
     @property
     def rank_limit(self) -> int:
@@ -159,8 +166,15 @@ class Options:
 
         Raises:
             UsageError: `unknown-dtype`, `unknown-runner`, `bad-number`, `mesh-too-large`,
-                `unknown-report-format`, `two-kinds-of-inputs`.
+                `unknown-report-format`, `two-kinds-of-inputs`, `exact-variants`,
+                `nothing-to-lower`, `two-precisions`.
         """
+        if self.exact and (self.variants.overrides() or self.resume_check):
+            raise UsageError(
+                "Cannot run both: --exact and a variant. Exact mode has a step, an optimizer and "
+                "values of its own. Run one after the other",
+                slug="exact-variants",
+            )
         if self.exact and "inputs" in self.overrides:
             raise UsageError(
                 "Cannot run both: --exact and --adversarial. Each brings inputs and initial values "
@@ -168,10 +182,11 @@ class Options:
                 slug="two-kinds-of-inputs",
             )
         _check_choice("--dtype", self.dtype, DTYPES, slug="unknown-dtype")
+        self.variants.checked(self.dtype)
         _check_choice("--runner", self.runner, RUNNERS, slug="unknown-runner")
         for report_format, _ in self.reports:
             _check_choice("--report", report_format, ("json",), slug="unknown-report-format")
-        _check_number("--steps", self.steps, 1)
+        _check_number("--steps", self.steps, 2 if self.resume_check else 1)
         _check_number("--seed", self.seed, 0)
         _check_number("--faults", self.faults, 1)
         _check_number("--max-ranks", self.rank_limit, 1)

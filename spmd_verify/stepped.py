@@ -15,6 +15,7 @@ from spmd_verify.batches import TARGETS, cast_floating
 from spmd_verify.case import LoadedCase
 from spmd_verify.model_build import evaluating
 from spmd_verify.observe import Observer
+from spmd_verify.training_step import evaluation, forward
 from spmd_verify.trajectory import (
     StepRecord,
     Trajectory,
@@ -193,8 +194,8 @@ def eval_outputs(case: LoadedCase, model: nn.Module) -> dict[str, Tensor]:
     """
     args, kwargs, _ = case.split(cast_floating(case.batch(0), case.dtype))
     case.seed_step(case.steps)
-    with evaluating(model), torch.no_grad(), case.factory_mode():
-        output = model(*args, **kwargs)
+    with evaluating(model), evaluation(case, model):
+        output = forward(case, model, args, kwargs)
     return {path: tensor.detach().clone() for path, tensor in flatten(output, "model")}
 
 

@@ -29,6 +29,7 @@ from spmd_verify.stepped import labels
 from spmd_verify.styles.base import Observation, Observed, StyleContext
 from spmd_verify.styles.gathering import Places, gathered, places
 from spmd_verify.styles.inference import Ambiguous, infer
+from spmd_verify.training_step import evaluation
 from spmd_verify.trajectory import flatten, optimizers_of, parameter_groups
 
 # Stages whose tensors `gather_NAME` is asked about.
@@ -222,7 +223,7 @@ class EagerRun:
     def evaluate(self, batch: Any) -> Mapping[str, Observed] | None:
         """Run one eval forward on this rank's part."""
         part = self._part(batch)
-        with evaluating(self.model), torch.no_grad(), self.case.factory_mode():
+        with evaluating(self.model), evaluation(self.case, self.model):
             output = self.recipe.evaluate(self.case, self.model, part, self.mesh)
         if output is None:
             return None
@@ -256,6 +257,13 @@ class EagerRun:
     def _notes(self) -> Iterator[str]:
         """Say what was inferred, and what of the optimizer is not the model's."""
         yield from self.extra_notes
+        size = self.case.batch_size_of(self._part(self.case.batch(0)))
+        count = self.case.variants.accumulate
+        if size % count:
+            yield (
+                f"{count} micro-steps of {size} samples a rank: they hold other samples than those "
+                f"of one device, which is the same where samples are independent"
+            )
         inferred = {
             name: describe(layout)
             for name, (layout, is_inferred) in self.layouts.items()
@@ -372,6 +380,7 @@ def part_of(recipe: Recipe, case: LoadedCase, context: StyleContext, batch: Any)
     """
     at = context.coordinates[0]
     part = rank_part(case, recipe.name, context.axes, at, batch, recipe.checked_part)
+    refuse_few(recipe.name, case.batch_size_of(part), case.variants.accumulate)
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(context.device), part)
 
 
@@ -390,6 +399,20 @@ def refuse_uneven(style: str, path: str, size: int, axis: str, ranks: int) -> No
         f"ranks, and {style} weighs every rank alike. Sizes that work: {works}",
         slug="uneven-batch",
     )
+
+
+def refuse_few(style: str, size: int, micro_steps: int) -> None:
+    """Refuse a rank's part with fewer samples than there are micro-steps.
+
+    Raises:
+        Unsupported: `too-few-samples`.
+    """
+    if size < micro_steps:
+        raise Unsupported(
+            f"A rank has too few samples: {size} for {micro_steps} micro-steps, and {style} "
+            f"accumulates on every rank. Use --accumulate {size}, fewer ranks, or a larger batch",
+            slug="too-few-samples",
+        )
 
 
 def refuse_empty(style: str, path: str, size: int, axis: str, ranks: int) -> None:

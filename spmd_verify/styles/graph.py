@@ -34,6 +34,7 @@ from spmd_verify.model_build import evaluating
 from spmd_verify.observe import observed
 from spmd_verify.stepped import labels
 from spmd_verify.styles.base import Observation, Observed, StyleContext
+from spmd_verify.training_step import evaluation
 from spmd_verify.trajectory import (
     flatten,
     hyper_parameters,
@@ -147,7 +148,7 @@ class GraphRun:
 
         def forward(model: nn.Module, batch: Any) -> dict[str, Tensor]:
             args, kwargs, _ = case.split(batch)
-            with torch.no_grad(), case.factory_mode():
+            with evaluation(case, model):
                 output = model(*args, **kwargs)
             return {path: tensor.detach().clone() for path, tensor in flatten(output, "model")}
 

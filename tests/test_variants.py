@@ -1,0 +1,184 @@
+"""Variants: right styles stay silent under every switch, and what each can break is caught."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_run import Events
+
+from spmd_verify import run
+from spmd_verify.case import load_case
+from spmd_verify.errors import CaseError, UsageError
+from spmd_verify.options import Options, parse_mesh
+from spmd_verify.record import Cell
+from spmd_verify.training_step import micro_batches
+from spmd_verify.variants import KEYS, Variants
+
+MODEL = """
+import torch.distributed as dist
+from torch.nn.utils import clip_grad_norm_
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inp = nn.Linear(6, 9)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(9, 9), nn.Tanh()) for _ in range(2))
+        self.out = nn.Linear(9, 3)
+
+    def forward(self, x):
+        x = self.inp(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.out(x)
+
+def get_inputs():
+    return torch.randn(8, 6)
+
+def get_targets():
+    return torch.randn(8, 3)
+
+def loss(output, targets):
+    return (output - targets).square().mean()
+
+"""
+
+# Every one accumulates two micro-steps and clips to 0.5 itself; what is not `ok` is wrong.
+ACCUMULATED = """
+def reduce(model, divide=True):
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        if divide:
+            parameter.grad /= dist.get_world_size()
+
+def micro_steps(model, batch, after, shares=(0.5, 0.5)):
+    x, y = batch
+    total = 0.0
+    for i, share in enumerate(shares):
+        value = loss(model(x[i::2]), y[i::2]) * share
+        value.backward()
+        total = total + value.detach()
+        after(i)
+    return total
+
+def parallelize_ok(model, mesh): pass
+def step_ok(model, optimizer, batch, mesh):
+    optimizer.zero_grad()
+    total = micro_steps(model, batch, lambda i: None)
+    reduce(model)
+    clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    return total
+
+# DDP's own reduction, once per micro-step or not: with means both are right.
+def parallelize_wrapped(model, mesh):
+    return nn.parallel.DistributedDataParallel(model)
+
+def parallelize_twice(model, mesh): pass
+def step_twice(model, optimizer, batch, mesh):
+    optimizer.zero_grad()
+    total = micro_steps(model, batch, lambda i: reduce(model, divide=i == 1))
+    clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    return total
+
+def parallelize_unscaled(model, mesh): pass
+def step_unscaled(model, optimizer, batch, mesh):
+    optimizer.zero_grad()
+    total = micro_steps(model, batch, lambda i: None, shares=(0.5, 1.0))
+    reduce(model)
+    clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    return total
+
+def parallelize_last_only(model, mesh): pass
+def step_last_only(model, optimizer, batch, mesh):
+    optimizer.zero_grad()
+    total = micro_steps(model, batch, lambda i: i or optimizer.zero_grad())
+    reduce(model)
+    clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    return total
+
+def parallelize_local_clip(model, mesh): pass
+def step_local_clip(model, optimizer, batch, mesh):
+    optimizer.zero_grad()
+    total = micro_steps(model, batch, lambda i: None)
+    clip_grad_norm_(model.parameters(), 0.5)
+    reduce(model)
+    optimizer.step()
+    return total
+"""
+
+
+def judged(path: str, *, ranks: str = "2", **options: object) -> dict[str, Cell]:
+    """Return the cells of one case by style."""
+    settings = {"timeout_seconds": 120.0, "no_cache": True, "mesh": parse_mesh(ranks), **options}
+    record = run.verify(Options((path,), **settings).checked(), Events())  # type: ignore[arg-type]
+    return {cell.style: cell for cell in record.cells}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_accumulation_and_clipping(write_case, dtype: str) -> None:
+    cells = judged(
+        write_case(MODEL + ACCUMULATED),
+        styles=("user", "ddp", "fsdp2", "fully_shard"),
+        dtype=dtype,
+        variants=Variants(accumulate=2, clip=0.5),
+    )
+
+    wrong = {style for style, cell in cells.items() if cell.verdict == "mismatch"}
+    assert wrong == {"twice", "unscaled", "last_only", "local_clip"}
+    for style in set(cells) - wrong:
+        assert cells[style].verdict == "rounding", (style, cells[style].message)
+        rows = {row.name: row.verdict for row in cells[style].tensors if row.stage == "clipping"}
+        assert rows["total_norm"] in ("exact", "rounding")
+    # The micro-batches of the ranks together are those of one device, row for row.
+    outputs = [row for row in cells["ddp"].tensors if row.stage == "module_outputs"]
+    assert {row.verdict for row in outputs if row.name == "out#2"} <= {"exact", "rounding"}
+    assert not cells["fully_shard"].fallbacks
+
+
+def test_micro_batches_take_every_nth_sample(write_case) -> None:
+    case = load_case(write_case(MODEL), overrides={"accumulate": "3"})
+    x, _ = case.batch(0)
+
+    parts = micro_batches(case, case.batch(0))
+
+    assert [part[0].tolist() for part, _ in parts] == [x[i::3].tolist() for i in range(3)]
+    assert [share for _, share in parts] == [3 / 8, 3 / 8, 2 / 8]
+
+
+@pytest.mark.parametrize("flag", [{"accumulate": "2"}, {"clip": "1.0"}])
+def test_a_step_of_the_cases_own_is_not_changed(write_case, flag: dict[str, str]) -> None:
+    path = write_case(f"{MODEL}\ndef step(model, optimizer, batch): pass\n")
+
+    with pytest.raises(CaseError, match=f"--{next(iter(flag))} does not reach") as caught:
+        load_case(path, overrides=flag)
+
+    assert caught.value.slug == "step-has-own-update"
+
+
+def test_variants_survive_being_overrides() -> None:
+    for variants in (Variants(), Variants(2, 0.5, "bfloat16", "", "", True, "eager", True)):
+        assert Variants.of(variants.overrides()) == variants
+    assert set(Variants(2, 0.5).overrides()) == {"accumulate", "clip"} <= KEYS
+
+
+@pytest.mark.parametrize(
+    ("variants", "options", "slug"),
+    [
+        (Variants(accumulate=0), {}, "bad-number"),
+        (Variants(clip=-1.0), {}, "bad-number"),
+        (Variants(autocast="float8"), {}, "unknown-dtype"),
+        (Variants(autocast="bfloat16"), {"dtype": "float64"}, "nothing-to-lower"),
+        (Variants(autocast="bfloat16", param_dtype="bfloat16"), {}, "two-precisions"),
+        (Variants(clip=1.0), {"exact": True}, "exact-variants"),
+    ],
+)
+def test_what_does_not_fit_is_refused(variants: Variants, options, slug: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Options(("model.py",), variants=variants, **options).checked()
+
+    assert caught.value.slug == slug
