@@ -7,11 +7,12 @@ step n (`seed_step`).
 """
 
 import contextlib
+import copy
 import functools
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor, nn
@@ -110,6 +111,12 @@ class LoadedCase:
         self.source_hash = source_hash
         self.path = address.source if address.kind != "hf" else address.text
         self._batches = BatchSource(hooks, path=self.path, seed=self.seed, dtype=self.dtype)
+
+    def with_variants(self, **variants: Any) -> Self:
+        """Return the case with other variants, by field of `Variants`."""
+        other = copy.copy(self)
+        other.variants = replace(self.variants, **variants)
+        return other
 
     # -- model -----------------------------------------------------------------------------
 

@@ -75,7 +75,12 @@ class PartRuns:
         self.device = SingleDevice(self.case)
 
     def record(
-        self, batch: Any, draws: CaseDtypeDraws | None = None, *, in_float64: bool = True
+        self,
+        batch: Any,
+        draws: CaseDtypeDraws | None = None,
+        *,
+        in_float64: bool = True,
+        is_micro: bool = False,
     ) -> StepRecord | None:
         """Return everything of one step on a batch; None where it cannot be run.
 
@@ -83,8 +88,11 @@ class PartRuns:
             batch: The batch.
             draws: Casts and traces what the step draws instead of the usual mode.
             in_float64: False for a run in the case's dtype.
+            is_micro: The batch is what one forward gets: no micro-steps of its own.
         """
         case = self.device.twin if in_float64 else self.case
+        if is_micro:
+            case = case.with_variants(accumulate=1)
         try:
             model, optimizer = self._prepared(in_float64=in_float64)
             with self._around(draws, in_float64=in_float64):
