@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from spmd_verify import refusals
+from spmd_verify.model_build import evaluating
 
 if TYPE_CHECKING:
     from spmd_verify.case import LoadedCase
@@ -106,6 +107,25 @@ def forward(
 ) -> Any:
     """Run forward; where the style does not cast parameters itself, on cast copies of them."""
     return model(*args, **kwargs)
+
+
+def evaluation_mode(case: LoadedCase, model: nn.Module) -> AbstractContextManager[None]:
+    """Return the context of an eval forward that puts a model into evaluation mode and back.
+
+    Modules come back into the mode they were in. Under `train_eval_train` the model is told by
+    its own `eval()` and `train()`, as a training loop does it: a wrapper may get those wrong.
+    """
+    return _switched(model) if case.variants.train_eval_train else evaluating(model)
+
+
+@contextmanager
+def _switched(model: nn.Module) -> Iterator[None]:
+    """Call `eval()`, and `train()` afterwards."""
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()
 
 
 @contextmanager

@@ -76,7 +76,9 @@ class Variants:
         """Return the flag that computes below float32; empty where none is on."""
         if self.autocast:
             return "--autocast"
-        return "--param-dtype" if self.param_dtype else "--reduce-dtype" if self.reduce_dtype else ""
+        return (
+            "--param-dtype" if self.param_dtype else "--reduce-dtype" if self.reduce_dtype else ""
+        )
 
     def checked(self, dtype: str) -> Variants:
         """Return self if every value is in range and fits the case's dtype.

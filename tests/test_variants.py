@@ -182,3 +182,84 @@ def test_what_does_not_fit_is_refused(variants: Variants, options, slug: str) ->
         Options(("model.py",), variants=variants, **options).checked()
 
     assert caught.value.slug == slug
+
+
+# `Gate` computes otherwise in evaluation and counts the forwards of training.
+GATED = (
+    MODEL.replace(
+        "class Model",
+        """
+class Gate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x):
+        if self.training:
+            self.count += 1
+        return x * (self.count if self.training else 2.0)
+
+class Wrapper(nn.Module):
+    modes = (True, False)
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args):
+        return self.module(*args)
+
+    def train(self, mode=True):
+        return super().train(mode) if mode in self.modes else self
+
+class StaysInEval(Wrapper):
+    modes = (False,)
+
+class NeverInEval(Wrapper):
+    modes = (True,)
+
+class Model""",
+        1,
+    ).replace("        return self.out(x)", "        return self.gate(self.out(x))")
+    + """
+Plain = Model
+class Model(Plain):
+    def __init__(self):
+        super().__init__()
+        self.gate = Gate()
+
+def reduced(kind):
+    def parallelize(model, mesh):
+        for parameter in model.parameters():
+            def hook(parameter):
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= mesh.size()
+            parameter.register_post_accumulate_grad_hook(hook)
+        return kind(model)
+    return parallelize
+
+parallelize_ok = reduced(Wrapper)
+parallelize_stays = reduced(StaysInEval)
+parallelize_never = reduced(NeverInEval)
+"""
+)
+
+
+@pytest.mark.dist
+def test_an_eval_forward_between_steps(write_case) -> None:
+    cells = judged(
+        write_case(GATED),
+        styles=("user", "ddp", "fsdp2", "fully_shard"),
+        steps=2,
+        variants=Variants(train_eval_train=True),
+    )
+
+    wrong = {style for style, cell in cells.items() if cell.verdict == "mismatch"}
+    assert wrong == {"stays", "never"}
+    stays, never = cells["stays"].first_divergence, cells["never"].first_divergence
+    assert stays is not None and (stays.step, stays.stage) == (1, "module_outputs")
+    assert never is not None and (never.step, never.stage) == (0, "eval_outputs")
+    for style in set(cells) - wrong:
+        assert cells[style].verdict == "rounding", (style, cells[style].message)
+        seen = {row.step for row in cells[style].tensors if row.stage == "eval_outputs"}
+        assert seen == {0, 1}

@@ -20,7 +20,6 @@ from spmd_verify.case import LoadedCase
 from spmd_verify.dtensor_layouts import is_distributed, is_wrapper, local_part
 from spmd_verify.errors import Unsupported
 from spmd_verify.layouts import describe, region
-from spmd_verify.model_build import evaluating
 from spmd_verify.naming import Names
 from spmd_verify.observe import Observer, positional_names
 from spmd_verify.parts import WHOLE, rank_part
@@ -29,7 +28,7 @@ from spmd_verify.stepped import labels
 from spmd_verify.styles.base import Observation, Observed, StyleContext
 from spmd_verify.styles.gathering import Places, gathered, places
 from spmd_verify.styles.inference import Ambiguous, infer
-from spmd_verify.training_step import evaluation
+from spmd_verify.training_step import evaluation, evaluation_mode
 from spmd_verify.trajectory import flatten, optimizers_of, parameter_groups
 
 # Stages whose tensors `gather_NAME` is asked about.
@@ -223,7 +222,7 @@ class EagerRun:
     def evaluate(self, batch: Any) -> Mapping[str, Observed] | None:
         """Run one eval forward on this rank's part."""
         part = self._part(batch)
-        with evaluating(self.model), evaluation(self.case, self.model):
+        with evaluation_mode(self.case, self.model), evaluation(self.case, self.model):
             output = self.recipe.evaluate(self.case, self.model, part, self.mesh)
         if output is None:
             return None

@@ -30,11 +30,10 @@ from spmd_verify.case import LoadedCase
 from spmd_verify.errors import Unsupported
 from spmd_verify.garbage import collecting_later
 from spmd_verify.layouts import is_partial, reduce_op
-from spmd_verify.model_build import evaluating
 from spmd_verify.observe import observed
 from spmd_verify.stepped import labels
 from spmd_verify.styles.base import Observation, Observed, StyleContext
-from spmd_verify.training_step import evaluation
+from spmd_verify.training_step import evaluation, evaluation_mode
 from spmd_verify.trajectory import (
     flatten,
     hyper_parameters,
@@ -153,7 +152,7 @@ class GraphRun:
             return {path: tensor.detach().clone() for path, tensor in flatten(output, "model")}
 
         compiled = self._compile(forward, "evaluation", self.shared.evaluation)
-        with evaluating(self.model), _refusals():
+        with evaluation_mode(case, self.model), _refusals():
             compiled(self.model, self._on_device(batch))
         return {name: self._observed(placed) for name, placed in compiled.results.items()}
 
