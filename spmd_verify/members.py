@@ -16,7 +16,7 @@ from spmd_verify.case import LoadedCase
 from spmd_verify.norms import as_real
 from spmd_verify.observe import Observer
 from spmd_verify.rounding import RandomRounding, without_onednn
-from spmd_verify.training_step import forward_loss, update
+from spmd_verify.training_step import forward_loss, reduced_in, update
 from spmd_verify.trajectory import StepRecord, named_parameters, optimizers_of
 
 Gradients = dict[str, Tensor]
@@ -158,9 +158,11 @@ class Split(Plain):
             combined: Gradients = {}
             for name in _names(gradients):
                 having = [i for i in order if name in gradients[i]]
-                combined[name] = weighted_sum(
-                    [gradients[i][name] for i in having], [weights[i] for i in having]
-                )
+                parts = [gradients[i][name] for i in having]
+                dtype = parts[0].dtype
+                low = reduced_in(case) or dtype
+                shares = [(p * weights[i]).to(low) for i, p in zip(having, parts, strict=True)]
+                combined[name] = weighted_sum(shares, [1.0] * len(shares)).to(dtype)
             live = named_parameters(model)[0]
             with Observer(model, optimizer, with_module_outputs=False) as observer:
                 for name, parameter in live.items():

@@ -196,9 +196,7 @@ def put(cell: Cell, outcome: Outcome) -> None:
         return
     first = judged.first_divergence
     cell.verdict, cell.worst = str(Verdict.MISMATCH), judged.worst
-    cell.first_divergence = FirstDivergence(
-        step=first.step, stage=first.stage, tensor=first.tensor
-    )
+    cell.first_divergence = FirstDivergence(step=first.step, stage=first.stage, tensor=first.tensor)
     cell.cause = _cause(outcome, rows, first)
 
 
@@ -206,8 +204,8 @@ def _cause(outcome: Outcome, rows: Sequence[Row], first: FirstDivergence) -> Cau
     """Return what was not saved, as far as the state after loading says."""
     lost = [row.name for row in rows if row.step == first.step and row.stage in _STATE_STAGES]
     where = f"resumed by {outcome.way} on {outcome.mesh}:"
-    last = max(row.step for row in rows)
-    if first.step < last or first.stage in _STATE_STAGES:
+    is_loaded = outcome.cell is not None and first.step == outcome.cell.tensors[-1].step
+    if not is_loaded:
         said = f"after loading, {first.stage} differ: {_listed(lost)}"
     elif first.stage == "inputs":
         said = f"{first.tensor} is not what it was before step {first.step}"

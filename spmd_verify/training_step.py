@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from spmd_verify import refusals
+from spmd_verify.batches import cast_floating
+from spmd_verify.blocks import blocks_of
 from spmd_verify.model_build import evaluating
 
 if TYPE_CHECKING:
@@ -60,13 +62,23 @@ def default_step(
                 loss = loss * share
             loss.backward()
         total = loss.detach() if total is None else total + loss.detach()
-    update(case, model, optimizer)
+    update(case, model, optimizer, handling)
     assert total is not None, "a batch has at least one part"
     return total
 
 
-def update(case: LoadedCase, model: nn.Module, optimizer: Any) -> None:
-    """Clip the gradients where the case says so, and let the optimizers step."""
+def update(
+    case: LoadedCase, model: nn.Module, optimizer: Any, handling: Handling = ONE_DEVICE
+) -> None:
+    """Clip the gradients where the case says so, and let the optimizers step.
+
+    Where gradients are reduced in a lower dtype, one device rounds them to it.
+    """
+    low = reduced_in(case)
+    if low is not None and not handling.casts_parameters:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.copy_(parameter.grad.to(low))
     if case.variants.clip:
         torch.nn.utils.clip_grad_norm_(model.parameters(), case.variants.clip)
     for each in _listed(optimizer):
@@ -105,8 +117,38 @@ def forward(
     kwargs: dict[str, Any],
     handling: Handling = ONE_DEVICE,
 ) -> Any:
-    """Run forward; where the style does not cast parameters itself, on cast copies of them."""
-    return model(*args, **kwargs)
+    """Run forward; where the style does not cast parameters itself, on cast copies of them.
+
+    As fully_shard's policy does: buffers stay, floating inputs of the root and of every block are
+    cast, outputs stay low. Not in the float64 twin, see `autocast`.
+    """
+    name = case.variants.param_dtype
+    if not name or handling.casts_parameters or case.dtype != torch.float32:
+        return model(*args, **kwargs)
+    low: torch.dtype = getattr(torch, name)
+
+    def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return cast_floating((args, kwargs), low)
+
+    parameters = {
+        key: value.to(low) for key, value in model.named_parameters() if value.is_floating_point()
+    }
+    with ExitStack() as hooked:
+        for path in ("", *blocks_of(case, model)):
+            hook = model.get_submodule(path).register_forward_pre_hook(
+                cast_inputs, prepend=True, with_kwargs=True
+            )
+            hooked.callback(hook.remove)
+        return torch.func.functional_call(model, parameters, args, kwargs)
+
+
+def reduced_in(case: LoadedCase) -> torch.dtype | None:
+    """Return the dtype below float32 that gradients are reduced in; None where there is none."""
+    name = case.variants.reduce_dtype or case.variants.param_dtype
+    if name in ("", "float32") or case.dtype != torch.float32:
+        return None
+    low: torch.dtype = getattr(torch, name)
+    return low
 
 
 def evaluation_mode(case: LoadedCase, model: nn.Module) -> AbstractContextManager[None]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from test_run import Events
 
@@ -257,9 +255,120 @@ def test_an_eval_forward_between_steps(write_case) -> None:
     wrong = {style for style, cell in cells.items() if cell.verdict == "mismatch"}
     assert wrong == {"stays", "never"}
     stays, never = cells["stays"].first_divergence, cells["never"].first_divergence
-    assert stays is not None and (stays.step, stays.stage) == (1, "module_outputs")
-    assert never is not None and (never.step, never.stage) == (0, "eval_outputs")
+    assert stays is not None and stays.step == 1
+    assert never is not None
+    assert (never.step, never.stage) == (0, "eval_outputs")
     for style in set(cells) - wrong:
         assert cells[style].verdict == "rounding", (style, cells[style].message)
         seen = {row.step for row in cells[style].tensors if row.stage == "eval_outputs"}
         assert seen == {0, 1}
+
+
+LOWERED = """
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+def parallelize_sharded(model, mesh):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+# No master copy: parameters are rounded after every step, where an update is lost.
+def parallelize_no_master(model, mesh):
+    model.register_forward_pre_hook(lambda m, args: tuple(a.bfloat16() for a in args))
+    return nn.parallel.DistributedDataParallel(model.bfloat16())
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("reduced", ["float32", "bfloat16"])
+def test_mixed_precision_of_fully_shard(write_case, reduced: str) -> None:
+    has_own = reduced == "float32"
+    cells = judged(
+        write_case(MODEL + LOWERED),
+        styles=("fsdp2", "ddp", "replicate", *(("user",) if has_own else ())),
+        variants=Variants(param_dtype="bfloat16", reduce_dtype=reduced),
+    )
+
+    assert cells["fsdp2"].verdict == "rounding", cells["fsdp2"].message
+    dtypes = {row.dtype for row in cells["fsdp2"].tensors if row.stage == "module_outputs"}
+    assert dtypes == {"bfloat16"}
+    for style in ("ddp", "replicate"):
+        assert cells[style].verdict == "unsupported"
+        assert "has no mixed-precision policy" in cells[style].message
+    if has_own:
+        assert cells["sharded"].verdict == "rounding", cells["sharded"].message
+        assert cells["no_master"].verdict == "mismatch"
+
+
+AUTOCAST = """
+def parallelize_ok(model, mesh):
+    return nn.parallel.DistributedDataParallel(model)
+
+# The last block's gradients stay each rank's own.
+def parallelize_partly(model, mesh):
+    kept = [f"blocks.1.0.{name}" for name in ("weight", "bias")]
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, kept)
+    return nn.parallel.DistributedDataParallel(model)
+"""
+
+
+@pytest.mark.dist
+def test_autocast(write_case) -> None:
+    cells = judged(
+        write_case(MODEL + AUTOCAST),
+        styles=("user", "fsdp2", "fully_shard"),
+        variants=Variants(autocast="bfloat16", accumulate=2),
+    )
+
+    assert cells.pop("partly").verdict == "mismatch"
+    for style, cell in cells.items():
+        assert cell.verdict == "rounding", (style, cell.message)
+        rows = {row.name: row.dtype for row in cell.tensors if row.stage == "module_outputs"}
+        assert rows["blocks.0.0"] == "bfloat16"
+
+
+# A block that counts its forwards counts the recomputed ones too.
+COUNTING = MODEL.replace(
+    "class Model",
+    """
+class Counting(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x):
+        self.count += 1
+        return super().forward(x)
+
+class Model""",
+).replace("nn.Sequential(nn.Linear(9, 9)", "nn.Sequential(Counting(9, 9)")
+
+
+@pytest.mark.dist
+def test_recomputed_activations(write_case) -> None:
+    styles, on = ("ddp", "fsdp2", "fully_shard"), Variants(checkpoint_activations=True)
+    right = judged(write_case(MODEL), styles=styles, variants=on)
+    wrong = judged(write_case(COUNTING, name="counting.py"), styles=("ddp",), variants=on)
+
+    for style, cell in right.items():
+        assert cell.verdict == "rounding", (style, cell.message)
+        assert "activations recomputed in backward: blocks.0, blocks.1" in cell.message
+    first = wrong["ddp"].first_divergence
+    assert first is not None
+    assert (wrong["ddp"].verdict, first.stage) == ("mismatch", "buffers")
+
+
+@pytest.mark.dist
+def test_compiled_models(write_case) -> None:
+    cells = judged(
+        write_case(MODEL + AUTOCAST),
+        styles=("ddp", "fsdp2", "partly", "fully_shard"),
+        variants=Variants(torch_compile="aot_eager"),
+    )
+
+    for style in ("ddp", "fsdp2"):
+        assert cells[style].verdict == "rounding", cells[style].message
+        assert "compiled by aot_eager" in cells[style].message
+    assert cells["partly"].verdict == "mismatch"
+    assert "captures the whole step" in cells["fully_shard"].message

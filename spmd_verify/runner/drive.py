@@ -141,9 +141,9 @@ class Drive:
                     )
                 return
             self.compare("anchored", index, self._step(anchored, index, "anchored"))
-            self._compare_carried(anchored, index)
+            self.compare_carried(anchored, index)
 
-    def _compare_carried(self, run: StyleRun, index: int) -> None:
+    def compare_carried(self, run: StyleRun, index: int) -> None:
         """Compare the state after an anchored step where the free run decides nothing."""
         wanted = {
             (stage, name)

@@ -30,7 +30,7 @@ from spmd_verify.runner.drive import Drive
 from spmd_verify.runner.dumping import DumpTaker
 from spmd_verify.runner.failures import is_user_file
 from spmd_verify.runner.fed import fed_step
-from spmd_verify.runner.resumed import resumed
+from spmd_verify.runner.resumed import resumed, strict_state
 from spmd_verify.runner.specs import (
     CaseReport,
     CaseSpec,
@@ -281,6 +281,8 @@ def judge_cell(_context: Context, payload: bytes) -> bytes:
             statistics,
             axes=request.cell.axes,
             is_anchored=all(report.facts.get("is_anchored") for report in reports),
+            may_keep_state=request.cell.resume is None,
+            adjust=None if request.cell.resume is None else strict_state,
         )
         cell = _cell(request, reports, judgement)
     cell.unknown["seconds"] = _longest([r.seconds for r in reports]) | stopwatch.seconds

@@ -28,6 +28,7 @@ from spmd_verify.stepped import labels
 from spmd_verify.styles.base import Observation, Observed, StyleContext
 from spmd_verify.styles.gathering import Places, gathered, places
 from spmd_verify.styles.inference import Ambiguous, infer
+from spmd_verify.styles.switches import compile_model, recompute_blocks, refuse_policy
 from spmd_verify.training_step import evaluation, evaluation_mode
 from spmd_verify.trajectory import flatten, optimizers_of, parameter_groups
 
@@ -75,6 +76,11 @@ class Recipe(Protocol):
     @property
     def has_gather(self) -> bool:
         """Say whether the style puts plain tensors together itself."""
+        ...
+
+    @property
+    def has_policy(self) -> bool:
+        """Say whether the style casts parameters and gradients as the case's variants ask."""
         ...
 
     def gather(self, case: LoadedCase, name: str, parts: list[Tensor]) -> Tensor | None:
@@ -155,7 +161,11 @@ class EagerRun:
         }
         self.shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
         seed_all(case.seed)
+        if not recipe.has_policy:
+            refuse_policy(recipe.name, case)
+        self.extra_notes += recompute_blocks(recipe.name, case, model)
         self.model, optimizer = recipe.apply(case, model, self.mesh)
+        self.extra_notes += compile_model(recipe.name, case, self.model)
         self.optimizer = case.optimizer(self.model) if optimizer is None else optimizer
         self.layouts = self._layouts(whole)
         self.optimizer_steps = 0
@@ -167,8 +177,13 @@ class EagerRun:
         del index
         part = self._part(batch)
         observer = Observer(
-            self.model, self.optimizer, names=self.names, argument_names=self.argument_names
+            self.model,
+            self.optimizer,
+            names=self.names,
+            argument_names=self.argument_names,
+            with_module_outputs=not self.case.variants.torch_compile,
         )
+        observer.with_inputs = observer.with_module_outputs
         with observer, self.case.factory_mode():
             for name, tensor in labels(self.case, part):
                 observer.add("inputs", name, tensor)

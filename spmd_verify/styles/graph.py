@@ -33,6 +33,7 @@ from spmd_verify.layouts import is_partial, reduce_op
 from spmd_verify.observe import observed
 from spmd_verify.stepped import labels
 from spmd_verify.styles.base import Observation, Observed, StyleContext
+from spmd_verify.styles.switches import recompute_blocks, refuse_compile, refuse_policy
 from spmd_verify.training_step import evaluation, evaluation_mode
 from spmd_verify.trajectory import (
     flatten,
@@ -91,7 +92,10 @@ class GraphRun:
         self.mesh: Any = dict(context.axes)
         if not context.is_lockstep:
             self.mesh = context.kept("mesh", context.device_mesh)
+        refuse_policy(style.name, case)
+        refuse_compile(style.name, case)
         self.model = case.build_model().to(context.device)
+        self.notes = recompute_blocks(style.name, case, self.model)
         self.optimizer = case.optimizer(self.model)
         self.shared: _Shared = context.shared.setdefault(_SHARED, _Shared())
         step = observed(case.step, labels=partial(labels, case))
@@ -167,6 +171,7 @@ class GraphRun:
             "fallbacks": self.compiled.fallbacks,
             "collectives": self.compiled.collectives,
             "captures": self.compiled.captures,
+            "notes": self.notes,
         }
 
     def _compile(

@@ -131,11 +131,10 @@ def _refusals(way: str, doing: str) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
-    except Exception as error:  # noqa: BLE001 - user code and torch may raise anything here
+    except Exception as error:
         said = " ".join(str(error).split())
         raise Unsupported(
             f"Cannot resume by {way}: torch raised {type(error).__name__} while {doing}: {said}. "
             f"Correct the state_dict hooks it names, or leave out --resume-check",
             slug="cannot-save",
         ) from error
-

@@ -80,6 +80,11 @@ class TorchRecipe:
         """Say no: DTensors carry placements."""
         return False
 
+    @property
+    def has_policy(self) -> bool:
+        """Say no: only fully_shard casts."""
+        return False
+
     def gather(
         self,
         case: LoadedCase,  # noqa: ARG002 - for styles that use it

