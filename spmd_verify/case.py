@@ -405,8 +405,9 @@ def load_case(
         dtype: A key of `DTYPES`.
         seed: The base seed; also set before the file is executed.
         steps: Training steps per run.
-        overrides: Variants (docs/variants.md), `optimizer=sgd`, `exact=yes` (docs/design.md part 3.8), `inputs=adversarial`
-            (docs/adversarial.md), and for `hf:` addresses fields of the configuration.
+        overrides: Variants (docs/variants.md), `optimizer=sgd`, `exact=yes` (docs/design.md
+            part 3.8), `inputs=adversarial` (docs/adversarial.md), and for `hf:` addresses fields
+            of the configuration.
 
     Raises:
         CaseError: with the smallest fix.

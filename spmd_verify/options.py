@@ -140,7 +140,7 @@ class Options:
     reports: tuple[tuple[str, str], ...] = ()
     exact: bool = False
     overrides: dict[str, str] = field(default_factory=dict)
-    variants: Variants = Variants()
+    variants: Variants = field(default_factory=Variants)
     resume_check: bool = False
     faults: int = DEFAULT_FAULTS
     command: tuple[str, ...] = ()

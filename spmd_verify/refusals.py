@@ -98,9 +98,9 @@ def loss_needs_targets(where: str) -> CaseError:
 def step_has_own_update(where: str, flag: str) -> CaseError:
     """A variant asks for another update than the one that the case's own step makes."""
     return CaseError(
-        f"{flag} does not reach the case's own training step: {where}. Got a step(model, optimizer, "
-        f"batch), which does backward and update itself. Do it there, or leave out the step and "
-        f"bring a loss instead",
+        f"{flag} does not reach the case's own training step: {where}. Got a step(model, "
+        f"optimizer, batch), which does backward and update itself. Do it there, or leave out the "
+        f"step and bring a loss instead",
         slug="step-has-own-update",
     )
 

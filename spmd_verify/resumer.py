@@ -1,4 +1,4 @@
-"""The resume check: beside a cell that passes, the style is saved, loaded and continued. Torch-free.
+"""The resume check: a style whose cell passes is saved, loaded and continued. Torch-free.
 
 Every way runs as a cell of its own against the same reference (`runner.resumed`): in memory and
 through a checkpoint on the cell's mesh, and from that checkpoint on another number of ranks. What

@@ -114,8 +114,8 @@ class Variants:
             )
         if self.autocast and (self.param_dtype or self.reduce_dtype):
             raise UsageError(
-                "Cannot run both: --autocast and FSDP2's --param-dtype or --reduce-dtype. Each says "
-                "in which dtype forward computes. Run one after the other",
+                "Cannot run both: --autocast and FSDP2's --param-dtype or --reduce-dtype. Each "
+                "says in which dtype forward computes. Run one after the other",
                 slug="two-precisions",
             )
         return self
