@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from spmd_verify.errors import UsageError
 from spmd_verify.options import FuzzOptions
+from spmd_verify.variants import DEFAULT_BACKEND, KEYS
 from spmd_verify.version import __version__
 
 VERBS: Final = ("run", "certify", "compare", "fuzz", "styles", "schema")
@@ -18,6 +19,7 @@ PLANNED_VERBS: Final = (
     "init",
     "config",
 )
+VARIANT_FLAGS: Final = (*(key.replace("_", "-") for key in sorted(KEYS)), "resume-check")
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -83,6 +85,7 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
         "see docs/adversarial.md")  # fmt: skip
     add("-k", dest="match", metavar="GLOB", help="only cells CASE/STYLE that match")
     add("-x", dest="stop_at_first", action="store_true", help="stop after the first failing cell")
+    _add_variant_flags(parser)
     how = parser.add_argument_group("how to run it")
     add = how.add_argument
     add("--runner", help="processes or lockstep (default: processes)")
@@ -100,6 +103,24 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     add("--list", dest="list_only", action="store_true", help="list the cells, run nothing")
     add("--explain", action="store_true", help="say where each part of the case was found")
     _add_common_flags(parser, shown)
+
+
+def _add_variant_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare the switches that change how any style trains any case."""
+    add = parser.add_argument_group("variants, on any style (docs/variants.md)").add_argument
+    add("--accumulate", type=int, metavar="N", help="micro-steps per step, gradients summed")
+    add("--clip", type=float, metavar="NORM", help="clip gradients to a norm")
+    add("--autocast", metavar="DTYPE", help="bfloat16 or float16 in forward and loss")
+    add("--param-dtype", metavar="DTYPE", help="of fully_shard's mixed precision (fsdp2, hsdp)")
+    add("--reduce-dtype", metavar="DTYPE", help="likewise, of its gradient reduction")
+    add("--checkpoint-activations", action="store_true", default=None, help="recompute repeated "
+        "blocks in backward")  # fmt: skip
+    add("--torch-compile", nargs="?", const=DEFAULT_BACKEND, metavar="BACKEND", help="compile the "
+        f"wrapped model (default backend: {DEFAULT_BACKEND})")  # fmt: skip
+    add("--train-eval-train", action="store_true", default=None, help="an eval forward between "
+        "steps, compared")  # fmt: skip
+    add("--resume-check", action="store_true", default=None, help="save before the last step, load "
+        "into a fresh build and another mesh size, continue")  # fmt: skip
 
 
 def _add_compare_flags(parser: argparse.ArgumentParser) -> None:
@@ -184,6 +205,7 @@ def flag_settings(arguments: argparse.Namespace) -> dict[str, Any]:
         "strict": arguments.strict,
         "probe": arguments.probe,
         "pp-schedule": arguments.pp_schedule,
+        **{key: getattr(arguments, key.replace("-", "_")) for key in VARIANT_FLAGS},
         "faults": getattr(arguments, "faults", None),
     }
     return {key: value for key, value in given.items() if value is not None}

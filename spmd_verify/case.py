@@ -7,11 +7,12 @@ step n (`seed_step`).
 """
 
 import contextlib
+import copy
 import functools
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +50,9 @@ from spmd_verify.modules import import_case_module, source_hash
 from spmd_verify.no_random import NoRandom
 from spmd_verify.seeding import seed_all
 from spmd_verify.style_ids import DATA_AXES
+from spmd_verify.training_step import ONE_DEVICE, Handling, default_step, own_step
 from spmd_verify.user_code import UserCode
+from spmd_verify.variants import KEYS, Variants
 
 DTYPES: Final[dict[str, torch.dtype]] = {
     "float32": torch.float32,
@@ -59,9 +62,7 @@ DTYPES: Final[dict[str, torch.dtype]] = {
 # Large enough to move every parameter visibly, small enough for a few steps of anything.
 PROBE_LEARNING_RATE: Final = 1e-2
 # Overrides that change how a case is run, not what it is.
-SETTINGS: Final = frozenset(
-    {"between", "exact", "inputs", "optimizer", "random", "rows", "schedule"}
-)
+SETTINGS: Final = KEYS | {"between", "exact", "inputs", "optimizer", "random", "rows", "schedule"}
 _REFUSED_OPTIMIZERS: Final = ("LBFGS", "SparseAdam")
 
 
@@ -85,6 +86,7 @@ class LoadedCase:
         seed: The base seed.
         steps: Training steps per run.
         overrides: As given to `load_case`.
+        variants: Those among them that change how the case is trained.
         settings: The four above, as one value.
         source_hash: SHA-256 of the case file.
         path: The user's file, or the address where there is none.
@@ -105,9 +107,16 @@ class LoadedCase:
         self.seed = settings.seed
         self.steps = settings.steps
         self.overrides = dict(settings.overrides)
+        self.variants = Variants.of(settings.overrides)
         self.source_hash = source_hash
         self.path = address.source if address.kind != "hf" else address.text
         self._batches = BatchSource(hooks, path=self.path, seed=self.seed, dtype=self.dtype)
+
+    def with_variants(self, **variants: Any) -> Self:
+        """Return the case with other variants, by field of `Variants`."""
+        other = copy.copy(self)
+        other.variants = replace(self.variants, **variants)
+        return other
 
     # -- model -----------------------------------------------------------------------------
 
@@ -294,18 +303,22 @@ class LoadedCase:
                 raise refusals.refused_optimizer(self.address, type(optimizer).__name__)
         return list(made) if several else made
 
-    def step(self, model: nn.Module, optimizer: Any, batch: Any) -> Any:
+    def step(
+        self, model: nn.Module, optimizer: Any, batch: Any, handling: Handling = ONE_DEVICE
+    ) -> Any:
         """Run one training step, from zero_grad to optimizer.step, and return the loss.
 
-        The user's `step` where there is one, else forward, loss, backward, update.
+        The user's `step` where there is one, else `training_step.default_step`.
 
         Raises:
             ReferenceRunError: `loss-not-scalar`, `loss-without-gradient`, `no-default-loss`.
+            CaseError: `too-few-samples`.
         """
         with self.factory_mode():
-            if self.hooks.step is not None:
+            if self.hooks.step is None:
+                return default_step(self, model, optimizer, batch, handling)
+            with own_step(self, model):
                 return self.hooks.step(model, optimizer, batch)
-            return self._default_step(model, optimizer, batch)
 
     def on_one_device(self) -> UserCode:
         """Return the context of single-device runs: what the model raises is the user's.
@@ -327,24 +340,6 @@ class LoadedCase:
         if self.overrides.get("random") == "off":
             modes.enter_context(NoRandom())
         return modes
-
-    def _default_step(self, model: nn.Module, optimizer: Any, batch: Any) -> Tensor:
-        """Run zero_grad, forward, loss, backward and update; return the detached loss."""
-        optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
-        for each in optimizers:
-            each.zero_grad()
-        args, kwargs, targets = self.split(batch)
-        output = model(*args, **kwargs)
-        loss = self.loss(output, targets, batch_size=self.batch_size_of(batch))
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise refusals.loss_not_scalar(self.address, got)
-        if not loss.requires_grad:
-            raise refusals.loss_without_gradient(self.address)
-        loss.backward()
-        for each in optimizers:
-            each.step()
-        return loss.detach()
 
     def loss(self, output: Any, targets: Any = None, *, batch_size: int | None = None) -> Any:
         """Return the loss of an output.
@@ -410,8 +405,9 @@ def load_case(
         dtype: A key of `DTYPES`.
         seed: The base seed; also set before the file is executed.
         steps: Training steps per run.
-        overrides: `optimizer=sgd`, `exact=yes` (docs/design.md part 3.8), `inputs=adversarial`
-            (docs/adversarial.md), and for `hf:` addresses fields of the configuration.
+        overrides: Variants (docs/variants.md), `optimizer=sgd`, `exact=yes` (docs/design.md
+            part 3.8), `inputs=adversarial` (docs/adversarial.md), and for `hf:` addresses fields
+            of the configuration.
 
     Raises:
         CaseError: with the smallest fix.
@@ -431,6 +427,8 @@ def load_case(
     from spmd_verify.case_kinds import kind_of  # builds on this module
 
     case = kind_of(given)(parsed, hooks, settings, digest)
+    if hooks.step is not None and case.variants.needs_default_step:
+        raise refusals.step_has_own_update(address, case.variants.needs_default_step)
     if hooks.inputs is None:
         taken = [str(entry) for entry in case.forward_parameters.values()]
         raise refusals.no_inputs(address, taken)

@@ -18,6 +18,7 @@ from spmd_verify.exit_codes import INTERNAL, INTERRUPTED, PASSED, WRONG_USE
 from spmd_verify.mesh_spec import parse_mesh, parse_sweep
 from spmd_verify.options import FuzzOptions, Options
 from spmd_verify.style_ids import STYLES
+from spmd_verify.variants import KEYS, Variants
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,6 +77,8 @@ def options_from(arguments: argparse.Namespace, words: Sequence[str]) -> Options
     if "mesh" in settings:
         settings["mesh"] = parse_mesh(settings["mesh"])
     renamed = {"timeout": "timeout_seconds"}
+    settings = {renamed.get(key, key.replace("-", "_")): value for key, value in settings.items()}
+    variants = Variants(**{key: settings.pop(key) for key in KEYS & set(settings)})
     return Options(
         targets=tuple(arguments.targets),
         match=arguments.match,
@@ -87,8 +90,9 @@ def options_from(arguments: argparse.Namespace, words: Sequence[str]) -> Options
         mesh_sweep=tuple(mesh for text in arguments.mesh_sweep for mesh in parse_sweep(text)),
         reports=tuple(report_argument(text) for text in arguments.report),
         overrides={"inputs": "adversarial"} if arguments.adversarial else {},
+        variants=variants,
         command=("spmd-verify", *words),
-        **{renamed.get(key, key.replace("-", "_")): value for key, value in settings.items()},
+        **settings,
     ).checked()
 
 

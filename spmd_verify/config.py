@@ -56,6 +56,15 @@ KEYS: Final[dict[str, Callable[[Any], Any]]] = {
     "strict": _truth,
     "probe": _truth,
     "pp-schedule": _text,
+    "accumulate": int,
+    "clip": float,
+    "autocast": _text,
+    "param-dtype": _text,
+    "reduce-dtype": _text,
+    "checkpoint-activations": _truth,
+    "torch-compile": _text,
+    "train-eval-train": _truth,
+    "resume-check": _truth,
 }
 
 

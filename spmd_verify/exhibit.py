@@ -347,7 +347,7 @@ class Exhibit:
                 continue
             for call in range(calls):
                 batch = self.seen.part(self.batch, at, call)
-                record = None if batch is None else self.runs.record(batch)
+                record = None if batch is None else self.runs.record(batch, is_micro=True)
                 if record is None:
                     return [Piece(a, 0, self.part_batches[a], self.part_records[a])
                             for a in self.distinct_parts]  # fmt: skip
@@ -361,7 +361,7 @@ class Exhibit:
         found = []
         for i in range(size if 1 < size <= MOST_SAMPLES else 0):
             batch = map_batch(self.case, self.batch, partial(_sample, i))
-            record = self.runs.record(batch)
+            record = self.runs.record(batch, is_micro=True)
             if record is None:
                 return []
             owner = next((at for at in self.part_batches), ())

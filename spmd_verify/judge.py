@@ -75,6 +75,7 @@ def judge(
     *,
     axes: Mapping[str, int],
     is_anchored: bool = True,
+    may_keep_state: bool = True,
     adjust: Callable[[list[Row]], None] | None = None,
 ) -> Judgement:
     """Judge one cell.
@@ -84,6 +85,7 @@ def judge(
         statistics: Of all ranks, both runs, all steps.
         axes: Mesh axes in mesh order, `{name: ranks}`.
         is_anchored: False where anchoring was switched off: the free run decides alone.
+        may_keep_state: False where state that restoring does not reach is what is looked for.
         adjust: Looks at the rows before anything is concluded from them, in place.
     """
     judging = _Judging(store, by_tensor(statistics), axes, is_anchored)
@@ -91,7 +93,7 @@ def judge(
     if adjust is not None:
         adjust(rows)
     settle(rows)
-    if is_anchored and _is_anchoring_to_blame(judging, rows):
+    if is_anchored and may_keep_state and _is_anchoring_to_blame(judging, rows):
         judging = _Judging(store, judging.statistics, axes, is_anchored=False)
         judging.notes.append(_OWN_STATE)
         rows = judging.rows()

@@ -14,7 +14,9 @@ from torch.utils import _pytree as pytree
 
 from spmd_verify.case import LoadedCase
 from spmd_verify.norms import as_real
+from spmd_verify.observe import Observer
 from spmd_verify.rounding import RandomRounding, without_onednn
+from spmd_verify.training_step import forward_loss, reduced_in, update
 from spmd_verify.trajectory import StepRecord, named_parameters, optimizers_of
 
 Gradients = dict[str, Tensor]
@@ -156,16 +158,19 @@ class Split(Plain):
             combined: Gradients = {}
             for name in _names(gradients):
                 having = [i for i in order if name in gradients[i]]
-                combined[name] = weighted_sum(
-                    [gradients[i][name] for i in having], [weights[i] for i in having]
-                )
+                parts = [gradients[i][name] for i in having]
+                dtype = parts[0].dtype
+                low = reduced_in(case) or dtype
+                shares = [(p * weights[i]).to(low) for i, p in zip(having, parts, strict=True)]
+                combined[name] = weighted_sum(shares, [1.0] * len(shares)).to(dtype)
             live = named_parameters(model)[0]
-            for name, parameter in live.items():
-                parameter.grad = combined[name].clone() if name in combined else None
-            for single in optimizers_of(optimizer):
-                single.step()
+            with Observer(model, optimizer, with_module_outputs=False) as observer:
+                for name, parameter in live.items():
+                    parameter.grad = combined[name].clone() if name in combined else None
+                update(case, model, optimizer)
             loss = weighted_sum([losses[i] for i in order], [weights[i] for i in order])
-            return {"loss": {"loss": loss}, "gradients": combined}
+            clipping = observer.record["clipping"]
+            return {"loss": {"loss": loss}, "gradients": combined, "clipping": clipping}
 
         return step
 
@@ -182,9 +187,7 @@ class Split(Plain):
             for part in split_batch(case, batch, self.parts):
                 for single in optimizers_of(optimizer):
                     single.zero_grad(set_to_none=True)
-                args, kwargs, targets = case.split(part)
-                output = model(*args, **kwargs)
-                loss = case.loss(output, targets, batch_size=case.batch_size_of(part))
+                loss = forward_loss(case, model, part)
                 loss.backward()
                 is_empty = bool(loss.isnan().any())
                 keep = torch.zeros_like if is_empty else torch.clone

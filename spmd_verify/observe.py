@@ -169,6 +169,8 @@ class Observer:
 
     def _hook_modules(self, undo: ExitStack) -> None:
         """Hook the root's inputs and, if asked, every module's outputs."""
+        if not self.with_inputs and not self.with_module_outputs:
+            return
         root = dict(self._modules()).get("", self.model)
         if self.with_inputs:
             handle = root.register_forward_pre_hook(self._on_inputs, with_kwargs=True)

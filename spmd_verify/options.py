@@ -10,6 +10,7 @@ from typing import Final
 
 from spmd_verify.errors import UsageError, choices_text
 from spmd_verify.mesh_spec import MeshSpec
+from spmd_verify.variants import Variants
 
 DTYPES: Final[tuple[str, ...]] = ("float32", "float64", "bfloat16")
 # Dtypes in which a wrong formula is far above rounding (`drawn_check.TOLERANCES`).
@@ -55,6 +56,9 @@ class Options:
         exact: Judge single steps from dyadic states, bit for bit.
         overrides: Fields put over what discovery finds, by name; part of a case's address.
         pp_schedule: In which order pipeline stages run micro-batches, one of `PP_SCHEDULES`.
+        variants: How every case is trained besides: docs/variants.md.
+        resume_check: Whether each cell that passes is saved, loaded into a fresh build, and
+            continued.
         faults: Most faults that `certify` plants in a cell, >= 1.
         command: The command line, for the record.
     """
@@ -83,6 +87,8 @@ class Options:
     exact: bool = False
     overrides: dict[str, str] = field(default_factory=dict)
     pp_schedule: str = PP_SCHEDULES[0]
+    variants: Variants = field(default_factory=Variants)
+    resume_check: bool = False
     faults: int = DEFAULT_FAULTS
     command: tuple[str, ...] = ()
 
@@ -94,10 +100,10 @@ class Options:
     @property
     def case_overrides(self) -> dict[str, str]:
         """Return what `case.load_case` takes as overrides."""
-        found = {**self.overrides, **({"exact": "yes"} if self.exact else {})}
-        if self.pp_schedule != PP_SCHEDULES[0]:
-            found["schedule"] = self.pp_schedule
-        return found
+        exact = {"exact": "yes"} if self.exact else {}
+        is_usual = self.pp_schedule == PP_SCHEDULES[0]
+        schedule = {} if is_usual else {"schedule": self.pp_schedule}
+        return {**self.overrides, **exact, **schedule, **self.variants.overrides()}
 
     @property
     def rank_limit(self) -> int:
@@ -109,8 +115,15 @@ class Options:
 
         Raises:
             UsageError: `unknown-dtype`, `unknown-runner`, `unknown-schedule`, `bad-number`,
-                `mesh-too-large`, `unknown-report-format`, `two-kinds-of-inputs`.
+                `mesh-too-large`, `unknown-report-format`, `two-kinds-of-inputs`,
+                `exact-variants`, `nothing-to-lower`, `two-precisions`.
         """
+        if self.exact and (self.variants.overrides() or self.resume_check):
+            raise UsageError(
+                "Cannot run both: --exact and a variant. Exact mode has a step, an optimizer and "
+                "values of its own. Run one after the other",
+                slug="exact-variants",
+            )
         if self.exact and "inputs" in self.overrides:
             raise UsageError(
                 "Cannot run both: --exact and --adversarial. Each brings inputs and initial values "
@@ -118,11 +131,12 @@ class Options:
                 slug="two-kinds-of-inputs",
             )
         _check_choice("--dtype", self.dtype, DTYPES, slug="unknown-dtype")
+        self.variants.checked(self.dtype)
         _check_choice("--runner", self.runner, RUNNERS, slug="unknown-runner")
         _check_choice("--pp-schedule", self.pp_schedule, PP_SCHEDULES, slug="unknown-schedule")
         for report_format, _ in self.reports:
             _check_choice("--report", report_format, ("json",), slug="unknown-report-format")
-        _check_number("--steps", self.steps, 1)
+        _check_number("--steps", self.steps, 2 if self.resume_check else 1)
         _check_number("--seed", self.seed, 0)
         _check_number("--faults", self.faults, 1)
         _check_number("--max-ranks", self.rank_limit, 1)

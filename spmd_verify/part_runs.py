@@ -83,6 +83,7 @@ class PartRuns:
         *,
         in_float64: bool = True,
         changed: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
+        is_micro: bool = False,
     ) -> StepRecord | None:
         """Return everything of one step on a batch; None where it cannot be run.
 
@@ -91,8 +92,11 @@ class PartRuns:
             draws: Casts and traces what the step draws instead of the usual mode.
             in_float64: False for a run in the case's dtype.
             changed: Makes other values of parameters, by name, before the step.
+            is_micro: The batch is what one forward gets: no micro-steps of its own.
         """
         case = self.device.twin if in_float64 else self.case
+        if is_micro:
+            case = case.with_variants(accumulate=1)
         try:
             model, optimizer = self._prepared(in_float64=in_float64)
             named = named_parameters(model)[0]

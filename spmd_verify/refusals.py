@@ -95,6 +95,25 @@ def loss_needs_targets(where: str) -> CaseError:
     )
 
 
+def step_has_own_update(where: str, flag: str) -> CaseError:
+    """A variant asks for another update than the one that the case's own step makes."""
+    return CaseError(
+        f"{flag} does not reach the case's own training step: {where}. Got a step(model, "
+        f"optimizer, batch), which does backward and update itself. Do it there, or leave out the "
+        f"step and bring a loss instead",
+        slug="step-has-own-update",
+    )
+
+
+def too_few_samples(where: str, size: int, count: int) -> CaseError:
+    """A batch has fewer samples than there are micro-steps."""
+    return CaseError(
+        f"The batch has too few samples: {where}. Got {size} for {count} micro-steps of at least "
+        f"one sample. Use --accumulate {size}, or a larger batch",
+        slug="too-few-samples",
+    )
+
+
 def no_default_loss(where: str, kind: str) -> ReferenceRunError:
     """The output holds nothing a default loss can be made of."""
     return ReferenceRunError(

@@ -27,6 +27,7 @@ from spmd_verify.options import Options, check_rank_limit
 from spmd_verify.prober import Prober
 from spmd_verify.record import CaseInfo, Cell, Record, Tie
 from spmd_verify.reference_cache import cache_folder
+from spmd_verify.resumer import Resumer
 from spmd_verify.runner.failures import Failure
 from spmd_verify.runner.folders import LogFolder, work_folder
 from spmd_verify.runner.lockstep import LockstepRunner
@@ -158,6 +159,7 @@ def _settings(options: Options) -> dict[str, object]:
         "runner": options.runner,
         "strict": options.strict,
         "probe": options.probe,
+        "resume_check": options.resume_check,
         "overrides": options.case_overrides,
         "limits": {f"{dtype}/{norm}": c for (dtype, norm), c in LIMITS.items()},
     }
@@ -218,11 +220,14 @@ class _Run:
                 raise
             self._add_wrong_case(address, styles, error)
             return
-        prober = Prober(self, case, report, reference)
-        for mesh, style in self._cells(styles, report):
-            self._judge_style(self._spec(case, style, mesh, store_path), prober)
-            if self.is_stopped:
-                return
+        prober, resumer = Prober(self, case, report, reference), Resumer(self, report)
+        try:
+            for mesh, style in self._cells(styles, report):
+                self._judge_style(self._spec(case, style, mesh, store_path), prober, resumer)
+                if self.is_stopped:
+                    return
+        finally:
+            resumer.stop()
 
     def _cells(self, styles: list[str], report: CaseReport) -> Iterator[tuple[MeshSpec, str]]:
         """Give mesh and style of every cell; a style with a mesh of its own has one cell."""
@@ -282,12 +287,13 @@ class _Run:
             answer.reraise()
         return answer[0]
 
-    def _judge_style(self, spec: CellSpec, prober: Prober) -> None:
-        """Run, judge and probe one cell and put it into the record."""
+    def _judge_style(self, spec: CellSpec, prober: Prober, resumer: Resumer) -> None:
+        """Run, judge, probe and resume one cell and put it into the record."""
         self.progress.started(f"{spec.case.address}/{spec.style} on {spec.mesh}")
         cell = self.cell(spec)
         if cell.tensors:
             prober.probe(spec, cell)
+            resumer.check(spec, cell)
         if self.after_cell is not None:
             self.after_cell(self, spec, cell)
         self._add(cell)

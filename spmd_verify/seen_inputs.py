@@ -10,7 +10,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -36,19 +36,38 @@ class Argument:
         size: Global size of the dim.
         indices: Per rank, the global index of every slice seen, None for an unknown one.
         lengths: Per rank, how many of them each call saw.
+        stride: Micro-steps of the reference, whose calls have every so many-th slice.
     """
 
     dim: int
     size: int
     indices: Mapping[Coordinate, tuple[int | None, ...]]
     lengths: Mapping[Coordinate, tuple[int, ...]]
+    stride: int = 1
 
     def of_call(self, coordinate: Coordinate, call: int | None) -> tuple[int | None, ...]:
-        """Return the slices of one call of a rank, or of all."""
+        """Return the slices of one call of a rank, or of all: the batch that gives these calls."""
+        lengths = self.lengths[coordinate]
         if call is None:
-            return self.indices[coordinate]
-        start = sum(self.lengths[coordinate][:call])
-        return self.indices[coordinate][start : start + self.lengths[coordinate][call]]
+            if self.stride == 1 or len(lengths) != self.stride:
+                return self.indices[coordinate]
+            calls = [self.of_call(coordinate, each) for each in range(len(lengths))]
+            rows = range(max(lengths))
+            return tuple(each[row] for row in rows for each in calls if row < len(each))
+        start = sum(lengths[:call])
+        return self.indices[coordinate][start : start + lengths[call]]
+
+    def interleaved(self, stride: int) -> Argument:
+        """Return the same, known of a reference whose calls have every `stride`-th slice.
+
+        Positions in its calls, one after the other, become positions in the whole batch.
+        """
+        order = [index for first in range(stride) for index in range(first, self.size, stride)]
+        indices = {
+            coordinate: tuple(None if index is None else order[index] for index in seen)
+            for coordinate, seen in self.indices.items()
+        }
+        return replace(self, indices=indices, stride=stride)
 
     @property
     def is_known(self) -> bool:
@@ -99,7 +118,10 @@ class SeenInputs:
             names = [n for n in store.names(step, "inputs") if _CALL.sub("", n) == name]
             wholes = [store.expected(step, "inputs", n) for n in sorted(names, key=_call_number)]
             calls = _calls(dump, f"{run}|{step}|inputs|{name}")
-            argument = _recognised(wholes, calls, case.input_batch_dims.get(name))
+            dim, stride = case.input_batch_dims.get(name), case.variants.accumulate
+            argument = _recognised(wholes, calls, dim)
+            if argument is not None and stride > 1 and argument.dim == dim:
+                argument = argument.interleaved(stride)
             if argument is not None:
                 found[name] = argument
         if not found:

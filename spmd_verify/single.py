@@ -20,7 +20,13 @@ from spmd_verify import refusals
 from spmd_verify.case import LoadedCase
 from spmd_verify.float64_mode import CaseDtypeDraws
 from spmd_verify.model_build import cast_module
-from spmd_verify.stepped import Modes, SteppedModel, eval_outputs, evaluates_after
+from spmd_verify.stepped import (
+    Modes,
+    SteppedModel,
+    eval_outputs,
+    evaluates_after,
+    evaluates_between,
+)
 from spmd_verify.trajectory import StepRecord, Trajectory, first_difference
 from spmd_verify.user_code import one_line
 
@@ -116,13 +122,23 @@ class SingleDevice:
             record = run.step(index)
             if is_over is not None and is_over(index, record):
                 break
-            if evaluates_after(run.case, index) and anchors is None:
+            if evaluates_after(run.case, index):
                 with evaluation():
-                    eval_outputs(run.case, run.model)
+                    self._evaluate_between(run, is_free=anchors is None)
         if anchors is None and steps is None:
             with evaluation():
                 run.evaluate()
         return run.trajectory
+
+    def _evaluate_between(self, run: SteppedModel, *, is_free: bool) -> None:
+        """Run the eval forward that comes between two steps, and keep it where it is compared."""
+        if not run.case.variants.train_eval_train:
+            if is_free:
+                eval_outputs(run.case, run.model)
+        elif is_free:
+            run.evaluate()
+        else:
+            eval_outputs(run.case, run.model)
 
     def run_both(self, anchors: Trajectory, **options: Any) -> tuple[Trajectory, Trajectory]:
         """Run the case's steps free and anchored: `run` without and with `anchors`.
@@ -205,7 +221,7 @@ def make_reference(case: LoadedCase) -> tuple[SingleDevice, Reference]:
 
 def _check_deterministic(device: SingleDevice, run: Trajectory) -> None:
     """Run once more; a model that differs only when copied is built each time from now on."""
-    if device.case.overrides.get("between") != "eval":
+    if not evaluates_between(device.case):
         device.can_branch = device.repeats(run)
         if device.can_branch:
             return

@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 
 from spmd_verify.batches import TARGETS, cast_floating
 from spmd_verify.case import LoadedCase
-from spmd_verify.model_build import evaluating
 from spmd_verify.observe import Observer
+from spmd_verify.training_step import evaluation, evaluation_mode, forward
 from spmd_verify.trajectory import (
     StepRecord,
     Trajectory,
@@ -193,14 +193,23 @@ def eval_outputs(case: LoadedCase, model: nn.Module) -> dict[str, Tensor]:
     """
     args, kwargs, _ = case.split(cast_floating(case.batch(0), case.dtype))
     case.seed_step(case.steps)
-    with evaluating(model), torch.no_grad(), case.factory_mode():
-        output = model(*args, **kwargs)
+    with evaluation_mode(case, model), evaluation(case, model):
+        output = forward(case, model, args, kwargs)
     return {path: tensor.detach().clone() for path, tensor in flatten(output, "model")}
 
 
 def evaluates_after(case: LoadedCase, step: int) -> bool:
-    """Say whether an eval forward follows a step of free runs: the override `between=eval`."""
-    return case.overrides.get("between") == "eval" and step < case.steps - 1
+    """Say whether an eval forward follows a step of free runs: the override `between=eval`.
+
+    Under the variant `train_eval_train` one follows the steps of anchored runs too, and those of
+    free runs are compared.
+    """
+    return evaluates_between(case) and step < case.steps - 1
+
+
+def evaluates_between(case: LoadedCase) -> bool:
+    """Say whether eval forwards come between the steps of a case."""
+    return case.overrides.get("between") == "eval" or case.variants.train_eval_train
 
 
 def aliases_of(model: nn.Module) -> dict[str, tuple[str, ...]]:

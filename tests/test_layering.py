@@ -47,6 +47,7 @@ TORCH_FREE = {
     "tie_replay",
     "teacher",
     "user_code",
+    "variants",
     "verdict",
     "version",
     "whole_file",

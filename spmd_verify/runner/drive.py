@@ -88,12 +88,12 @@ class Drive:
             return self._run_exact(self.case)
         self.is_anchored = self.steps > 1
         free = self._built("free")
-        self._compare("free", 0, {"initial_state": _initial_state(self._state(free))})
+        self.compare("free", 0, {"initial_state": _initial_state(self._state(free))})
         for index in range(self.steps):
-            self._compare("free", index, self._step(free, index, "free"))
-            self._compare("free", index, self._state(free))
+            self.compare("free", index, self._step(free, index, "free"))
+            self.compare("free", index, self._state(free))
             if evaluates_after(self.case, index) and index < self.steps - 1:
-                self._eval_outputs(free, index)
+                self._evaluate_between(free, index, "free")
         facts = dict(free.facts())
         if self.steps > 1:
             self._run_anchored()
@@ -114,13 +114,13 @@ class Drive:
             self.note(f"building step {index}")
             alone = case.at(index, self.store.draw(index))
             run = self.style.build(alone, self.context)
-            self._compare("free", index, {"initial_state": _initial_state(self._state(run))})
-            self._compare_hyper_parameters(run, index)
+            self.compare("free", index, {"initial_state": _initial_state(self._state(run))})
+            self.compare_hyper_parameters(run, index)
             self.note(f"step {index}")
             batch = alone.batch(0)
             alone.seed_step(0)
-            self._compare("free", index, run.step(0, batch))
-            self._compare("free", index, self._state(run))
+            self.compare("free", index, run.step(0, batch))
+            self.compare("free", index, self._state(run))
             facts = facts or dict(run.facts())
         return facts
 
@@ -129,6 +129,7 @@ class Drive:
         anchored = self._built("anchored")
         self._step(anchored, 0, "anchored")
         for index in range(1, self.steps):
+            self._evaluate_between(anchored, index - 1, "anchored")
             with self.stopwatch("anchor"):
                 unknown = anchor(anchored, self.store, index, self.mesh_shape)
             if self.context.any_rank(bool(unknown)):
@@ -139,10 +140,10 @@ class Drive:
                         f"rank holds, so it cannot be restored; the free run decides alone"
                     )
                 return
-            self._compare("anchored", index, self._step(anchored, index, "anchored"))
-            self._compare_carried(anchored, index)
+            self.compare("anchored", index, self._step(anchored, index, "anchored"))
+            self.compare_carried(anchored, index)
 
-    def _compare_carried(self, run: StyleRun, index: int) -> None:
+    def compare_carried(self, run: StyleRun, index: int) -> None:
         """Compare the state after an anchored step where the free run decides nothing."""
         wanted = {
             (stage, name)
@@ -155,7 +156,7 @@ class Drive:
                 stage: {n: seen for n, seen in tensors.items() if (stage, n) in wanted}
                 for stage, tensors in self._state(run).items()
             }
-            self._compare("anchored", index, state)
+            self.compare("anchored", index, state)
 
     def _built(self, name: str) -> StyleRun:
         """Build the style once more."""
@@ -167,7 +168,7 @@ class Drive:
         """Run one step from its seed."""
         self.note(f"step {index} of the {name} run")
         if name == "free":
-            self._compare_hyper_parameters(run, index)
+            self.compare_hyper_parameters(run, index)
         batch = self.case.batch(index)
         self.case.seed_step(index)
         with self.stopwatch("steps"), self._forced(name, index):
@@ -182,7 +183,7 @@ class Drive:
         with self.stopwatch("compare"):
             return run.state()
 
-    def _compare(self, run: str, step: int, observation: Observation) -> None:
+    def compare(self, run: str, step: int, observation: Observation) -> None:
         """Compare what this process holds with its slice of the reference."""
         if self.dump is not None:
             self.dump.take(run, step, observation)
@@ -191,7 +192,7 @@ class Drive:
                 self.store, observation, run=run, step=step, mesh_shape=self.mesh_shape
             )
 
-    def _compare_hyper_parameters(self, run: StyleRun, index: int) -> None:
+    def compare_hyper_parameters(self, run: StyleRun, index: int) -> None:
         """Compare learning rates and the like before a step of the free run."""
         values = hyper_parameters(run.optimizers())
         self.statistics += hyper_parameter_differences(
@@ -209,7 +210,16 @@ class Drive:
         if self.store.names(last, "eval_outputs"):
             outputs = self._eval_outputs(run, last)
             if outputs is not None:
-                self._compare("free", last, {"eval_outputs": outputs})
+                self.compare("free", last, {"eval_outputs": outputs})
+
+    def _evaluate_between(self, run: StyleRun, after: int, name: str) -> None:
+        """Run the eval forward between two steps; compared in the free run, where asked for."""
+        is_compared = self.case.variants.train_eval_train
+        if name != "free" and not is_compared:
+            return
+        outputs = self._eval_outputs(run, after)
+        if name == "free" and is_compared and outputs is not None:
+            self.compare("free", after, {"eval_outputs": outputs})
 
     def _eval_outputs(self, run: StyleRun, after: int) -> Mapping[str, Observed] | None:
         """Run an eval forward on step 0's inputs, after a step of the free run.

@@ -30,6 +30,7 @@ from spmd_verify.runner.drive import Drive
 from spmd_verify.runner.dumping import DumpTaker
 from spmd_verify.runner.failures import is_user_file
 from spmd_verify.runner.fed import fed_step
+from spmd_verify.runner.resumed import resumed, strict_state
 from spmd_verify.runner.specs import (
     CaseReport,
     CaseSpec,
@@ -187,6 +188,8 @@ def run_cell(context: Context, payload: bytes) -> bytes:
     planted = None if spec.fault is None else PlantedStyle(style, spec.fault, store)
     if spec.feeding is not None:
         return encode(fed_step(Drive(style, case, mesh, store, context.note), spec.feeding))
+    if spec.resume is not None:
+        return encode(resumed(Drive(style, case, mesh, store, context.note), spec.resume))
     run = Drive(planted or style, case, mesh, store, context.note)
     run.forcing = forcing
     if spec.last_step >= 0:
@@ -278,6 +281,8 @@ def judge_cell(_context: Context, payload: bytes) -> bytes:
             statistics,
             axes=request.cell.axes,
             is_anchored=all(report.facts.get("is_anchored") for report in reports),
+            may_keep_state=request.cell.resume is None,
+            adjust=None if request.cell.resume is None else strict_state,
         )
         cell = _cell(request, reports, judgement)
     cell.unknown["seconds"] = _longest([r.seconds for r in reports]) | stopwatch.seconds

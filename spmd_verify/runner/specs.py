@@ -129,6 +129,20 @@ class Feeding(msgspec.Struct, frozen=True):
     is_watching: bool = False
 
 
+class Resume(msgspec.Struct, frozen=True):
+    """Run a cell to the step before its last, save it, load it into a fresh build, and go on.
+
+    Attributes:
+        way: How it is loaded, see `styles.saving`; empty for the first way in memory.
+        folder: Where the checkpoint is, or is written to; empty for none.
+        is_saving: Whether to run the steps and save; else the checkpoint is there.
+    """
+
+    way: str
+    folder: str
+    is_saving: bool
+
+
 class CellSpec(msgspec.Struct, frozen=True):
     """One cell: a case under one style on one mesh.
 
@@ -145,6 +159,7 @@ class CellSpec(msgspec.Struct, frozen=True):
         last_step: The last step to run, -1 for the case's.
         ties_path: File of near ties that are decided as the reference did; empty for none.
         feeding: Run one step only, with the reference fed in.
+        resume: Run the last step only, after loading what was saved.
     """
 
     case: CaseSpec
@@ -159,6 +174,7 @@ class CellSpec(msgspec.Struct, frozen=True):
     last_step: int = -1
     ties_path: str = ""
     feeding: Feeding | None = None
+    resume: Resume | None = None
 
     @property
     def num_ranks(self) -> int:

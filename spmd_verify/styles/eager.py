@@ -20,7 +20,6 @@ from spmd_verify.case import LoadedCase
 from spmd_verify.dtensor_layouts import is_distributed, is_wrapper, local_part
 from spmd_verify.errors import Unsupported
 from spmd_verify.layouts import describe, region
-from spmd_verify.model_build import evaluating
 from spmd_verify.naming import Names
 from spmd_verify.observe import Observer, positional_names
 from spmd_verify.parts import WHOLE, rank_part
@@ -29,6 +28,8 @@ from spmd_verify.stepped import labels
 from spmd_verify.styles.base import Observation, Observed, StyleContext
 from spmd_verify.styles.gathering import Places, gathered, places
 from spmd_verify.styles.inference import Ambiguous, infer
+from spmd_verify.styles.switches import compile_model, recompute_blocks, refuse_policy
+from spmd_verify.training_step import evaluation, evaluation_mode
 from spmd_verify.trajectory import flatten, optimizers_of, parameter_groups
 
 # Stages whose tensors `gather_NAME` is asked about.
@@ -75,6 +76,11 @@ class Recipe(Protocol):
     @property
     def has_gather(self) -> bool:
         """Say whether the style puts plain tensors together itself."""
+        ...
+
+    @property
+    def has_policy(self) -> bool:
+        """Say whether the style casts parameters and gradients as the case's variants ask."""
         ...
 
     def gather(self, case: LoadedCase, name: str, parts: list[Tensor]) -> Tensor | None:
@@ -155,7 +161,11 @@ class EagerRun:
         }
         self.shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
         seed_all(case.seed)
+        if not recipe.has_policy:
+            refuse_policy(recipe.name, case)
+        self.extra_notes += recompute_blocks(recipe.name, case, model)
         self.model, optimizer = recipe.apply(case, model, self.mesh)
+        self.extra_notes += compile_model(recipe.name, case, self.model)
         self.optimizer = case.optimizer(self.model) if optimizer is None else optimizer
         self.layouts = self._layouts(whole)
         self.optimizer_steps = 0
@@ -178,9 +188,16 @@ class EagerRun:
 
     def observer(self) -> Observer:
         """Return what watches a step."""
-        return Observer(
-            self.model, self.optimizer, names=self.names, argument_names=self.argument_names
+        is_compiled = bool(self.case.variants.torch_compile)
+        observer = Observer(
+            self.model,
+            self.optimizer,
+            names=self.names,
+            argument_names=self.argument_names,
+            with_module_outputs=not is_compiled,
         )
+        observer.with_inputs = not is_compiled
+        return observer
 
     def train(self, part: Any) -> Any:
         """Run one training step on this rank's part of the batch; return its loss."""
@@ -230,7 +247,7 @@ class EagerRun:
     def evaluate(self, batch: Any) -> Mapping[str, Observed] | None:
         """Run one eval forward on this rank's part."""
         part = self._part(batch)
-        with evaluating(self.model), torch.no_grad(), self.case.factory_mode():
+        with evaluation_mode(self.case, self.model), evaluation(self.case, self.model):
             output = self.recipe.evaluate(self.case, self.model, part, self.mesh)
         if output is None:
             return None
@@ -264,6 +281,13 @@ class EagerRun:
     def _notes(self) -> Iterator[str]:
         """Say what was inferred, and what of the optimizer is not the model's."""
         yield from self.extra_notes
+        size = self.case.batch_size_of(self._part(self.case.batch(0)))
+        count = self.case.variants.accumulate
+        if size % count:
+            yield (
+                f"{count} micro-steps of {size} samples a rank: they hold other samples than those "
+                f"of one device, which is the same where samples are independent"
+            )
         inferred = {
             name: describe(layout)
             for name, (layout, is_inferred) in self.layouts.items()
@@ -380,6 +404,7 @@ def part_of(recipe: Recipe, case: LoadedCase, context: StyleContext, batch: Any)
     """
     at = context.coordinates[0]
     part = rank_part(case, recipe.name, context.axes, at, batch, recipe.checked_part)
+    refuse_few(recipe.name, case.batch_size_of(part), case.variants.accumulate)
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(context.device), part)
 
 
@@ -398,6 +423,20 @@ def refuse_uneven(style: str, path: str, size: int, axis: str, ranks: int) -> No
         f"ranks, and {style} weighs every rank alike. Sizes that work: {works}",
         slug="uneven-batch",
     )
+
+
+def refuse_few(style: str, size: int, micro_steps: int) -> None:
+    """Refuse a rank's part with fewer samples than there are micro-steps.
+
+    Raises:
+        Unsupported: `too-few-samples`.
+    """
+    if size < micro_steps:
+        raise Unsupported(
+            f"A rank has too few samples: {size} for {micro_steps} micro-steps, and {style} "
+            f"accumulates on every rank. Use --accumulate {size}, fewer ranks, or a larger batch",
+            slug="too-few-samples",
+        )
 
 
 def refuse_empty(style: str, path: str, size: int, axis: str, ranks: int) -> None:

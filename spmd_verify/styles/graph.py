@@ -30,10 +30,11 @@ from spmd_verify.case import LoadedCase
 from spmd_verify.errors import Unsupported
 from spmd_verify.garbage import collecting_later
 from spmd_verify.layouts import is_partial, reduce_op
-from spmd_verify.model_build import evaluating
 from spmd_verify.observe import observed
 from spmd_verify.stepped import labels
 from spmd_verify.styles.base import Observation, Observed, StyleContext
+from spmd_verify.styles.switches import recompute_blocks, refuse_compile, refuse_policy
+from spmd_verify.training_step import evaluation, evaluation_mode
 from spmd_verify.trajectory import (
     flatten,
     hyper_parameters,
@@ -91,7 +92,10 @@ class GraphRun:
         self.mesh: Any = dict(context.axes)
         if not context.is_lockstep:
             self.mesh = context.kept("mesh", context.device_mesh)
+        refuse_policy(style.name, case)
+        refuse_compile(style.name, case)
         self.model = case.build_model().to(context.device)
+        self.notes = recompute_blocks(style.name, case, self.model)
         self.optimizer = case.optimizer(self.model)
         self.shared: _Shared = context.shared.setdefault(_SHARED, _Shared())
         step = observed(case.step, labels=partial(labels, case))
@@ -147,12 +151,12 @@ class GraphRun:
 
         def forward(model: nn.Module, batch: Any) -> dict[str, Tensor]:
             args, kwargs, _ = case.split(batch)
-            with torch.no_grad(), case.factory_mode():
+            with evaluation(case, model):
                 output = model(*args, **kwargs)
             return {path: tensor.detach().clone() for path, tensor in flatten(output, "model")}
 
         compiled = self._compile(forward, "evaluation", self.shared.evaluation)
-        with evaluating(self.model), _refusals():
+        with evaluation_mode(case, self.model), _refusals():
             compiled(self.model, self._on_device(batch))
         return {name: self._observed(placed) for name, placed in compiled.results.items()}
 
@@ -167,6 +171,7 @@ class GraphRun:
             "fallbacks": self.compiled.fallbacks,
             "collectives": self.compiled.collectives,
             "captures": self.compiled.captures,
+            "notes": self.notes,
         }
 
     def _compile(

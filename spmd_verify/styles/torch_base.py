@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from spmd_verify.case import LoadedCase
 from spmd_verify.errors import Unsupported
 from spmd_verify.style_ids import DATA_AXES
 from spmd_verify.styles.eager import refuse_uneven
 from spmd_verify.styles.torch_refusals import torch_refuses
+from spmd_verify.training_step import Handling
 
 # Data axes of the meshes that messages show, by how many there are.
 _EXAMPLES: Final[tuple[tuple[str, ...], ...]] = ((), ("dp",), ("replicate", "shard"))
@@ -54,7 +59,11 @@ class TorchRecipe:
         """
         del mesh
         with torch_refuses(self.name, "the wrapped step"):
-            return case.step(model, optimizer, batch)
+            return case.step(model, optimizer, batch, self.handling(model))
+
+    def handling(self, model: nn.Module) -> Handling:
+        """Return what the style does itself of a variant."""
+        return Handling(partial(unsynchronised, model))
 
     def evaluate(self, case: LoadedCase, model: nn.Module, batch: Any, mesh: Any) -> Any:
         """Run forward."""
@@ -71,6 +80,11 @@ class TorchRecipe:
         """Say no: DTensors carry placements."""
         return False
 
+    @property
+    def has_policy(self) -> bool:
+        """Say no: only fully_shard casts."""
+        return False
+
     def gather(
         self,
         case: LoadedCase,  # noqa: ARG002 - for styles that use it
@@ -83,6 +97,25 @@ class TorchRecipe:
     def checked_part(self, path: str, size: int, axis: str, ranks: int) -> None:
         """Refuse a batch that does not split evenly."""
         refuse_uneven(self.name, path, size, axis, ranks)
+
+
+@contextmanager
+def unsynchronised(model: nn.Module) -> Iterator[None]:
+    """Run a micro-step after which torch's own wrappers exchange no gradients.
+
+    A model without one of them is left alone: it exchanges them as often as it wants.
+    """
+    if isinstance(model, DistributedDataParallel):
+        with model.no_sync():
+            yield
+    elif isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+    else:
+        yield
 
 
 def check_axes(style: str, axes: Mapping[str, int], count: int, own: tuple[str, ...] = ()) -> None:

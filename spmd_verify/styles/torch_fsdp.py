@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Final
 
+import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from spmd_verify.blocks import blocks_of
 from spmd_verify.case import LoadedCase
-from spmd_verify.errors import CaseError, Unsupported
+from spmd_verify.errors import Unsupported
 from spmd_verify.styles.base import StyleContext
 from spmd_verify.styles.eager import EagerRun, EagerStyle, part_of
 from spmd_verify.styles.rehearsal import Rehearsal, rehearse
 from spmd_verify.styles.torch_base import TorchRecipe, check_axes
-from spmd_verify.user_code import UserCode
-
-_NO_FORWARD: Final = (nn.ModuleList, nn.ModuleDict)
+from spmd_verify.training_step import Handling
 
 
 @dataclass(frozen=True)
@@ -35,10 +32,27 @@ class FullyShardRecipe(TorchRecipe):
 
     def wrap(self, case: LoadedCase, model: nn.Module, mesh: Any) -> tuple[nn.Module, Any]:
         """Shard in place, inner modules first; the optimizer gets the sharded parameters."""
+        policy = _policy(case)
         for path in reversed(self.blocks):
-            fully_shard(model.get_submodule(path), mesh=mesh)
-        fully_shard(model, mesh=mesh)
+            fully_shard(model.get_submodule(path), mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
         return model, case.optimizer(model)
+
+    @property
+    def has_policy(self) -> bool:
+        """Say yes: `param_dtype` and `reduce_dtype` are fully_shard's."""
+        return True
+
+    def handling(self, model: nn.Module) -> Handling:
+        """Return what fully_shard does itself: it casts."""
+        return replace(super().handling(model), casts_parameters=True)
+
+
+def _policy(case: LoadedCase) -> MixedPrecisionPolicy:
+    """Return the mixed precision that the case's variants ask for."""
+    given = case.variants.param_dtype, case.variants.reduce_dtype
+    dtypes = [getattr(torch, name) if name else None for name in given]
+    return MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1])
 
 
 @dataclass(frozen=True)
@@ -104,76 +118,6 @@ def _check_gradients(style: str, rehearsal: Rehearsal) -> None:
         f"Let every rank use it, if only with weight 0",
         slug="torch-refuses",
     )
-
-
-def blocks_of(case: LoadedCase, model: nn.Module) -> list[str]:
-    """Return the paths of the modules to shard on their own, outer ones first.
-
-    What `wrap_policy(model)` names; without it the repeated members of containers. A module
-    that shares a parameter with the rest of the model is left to the root.
-    """
-    policy = case.hooks.wrap_policy
-    if policy is not None:
-        with UserCode("wrap_policy(model)", path=case.path, slug="hook-raised"):
-            asked = list(policy(model) or ())
-        return list(_named(case, model, asked))
-    uses = Counter(
-        id(parameter)
-        for module in model.modules()
-        for parameter in module.parameters(recurse=False)
-    )
-    return [path for path, module in repeated(model) if _is_closed(module, uses)]
-
-
-def repeated(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Give the members of ModuleLists, ModuleDicts and Sequentials whose class comes twice.
-
-    Only those with parameters and a forward; a block is not searched for further blocks.
-    """
-    kinds = Counter(type(child) for child in model.children() if _has_parameters(child))
-    is_container = isinstance(model, (*_NO_FORWARD, nn.Sequential))
-    for name, child in model.named_children():
-        path = f"{prefix}.{name}" if prefix else name
-        is_block = is_container and kinds[type(child)] > 1 and not isinstance(child, _NO_FORWARD)
-        if is_block and _has_parameters(child):
-            yield path, child
-        else:
-            yield from repeated(child, path)
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    """Say whether a module or one below it has a parameter."""
-    return next(module.parameters(), None) is not None
-
-
-def _is_closed(module: nn.Module, uses: Counter[int]) -> bool:
-    """Say whether no module outside uses a parameter of this one."""
-    own = Counter(
-        id(parameter) for each in module.modules() for parameter in each.parameters(recurse=False)
-    )
-    return all(uses[key] == count for key, count in own.items())
-
-
-def _named(case: LoadedCase, model: nn.Module, asked: Iterable[Any]) -> Iterator[str]:
-    """Give the paths of what a policy names: modules, classes, or globs of paths."""
-    wanted = list(asked)
-    for entry in wanted:
-        if not isinstance(entry, (nn.Module, type, str)):
-            raise CaseError(
-                f"wrap_policy(model) names no module: {case.path}. Got {entry!r}. Return modules, "
-                f"module classes or paths such as 'layers.*'",
-                slug="wrap-policy",
-            )
-    for path, module in model.named_modules():
-        if path and any(_is_named(path, module, entry) for entry in wanted):
-            yield path
-
-
-def _is_named(path: str, module: nn.Module, entry: Any) -> bool:
-    """Say whether an entry of a policy means this module."""
-    if isinstance(entry, str):
-        return fnmatchcase(path, entry)
-    return isinstance(module, entry) if isinstance(entry, type) else entry is module
 
 
 STYLE: Final = FullyShardStyle(FullyShardRecipe("fsdp2"))

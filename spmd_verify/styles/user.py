@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ from spmd_verify.errors import CaseError
 from spmd_verify.hooks import UserStyle
 from spmd_verify.parts import WHOLE
 from spmd_verify.styles.eager import EagerStyle, refuse_empty
+from spmd_verify.styles.torch_base import unsynchronised
+from spmd_verify.training_step import Handling
 from spmd_verify.user_code import UserCode
 
 
@@ -64,7 +67,7 @@ class UserRecipe:
         """Call `step_NAME`, else `step`, else the default step."""
         if self.hooks.step is not None:
             return self.hooks.step(model, optimizer, batch, mesh)
-        return case.step(model, optimizer, batch)
+        return case.step(model, optimizer, batch, Handling(partial(unsynchronised, model), True))
 
     def evaluate(self, case: LoadedCase, model: nn.Module, batch: Any, mesh: Any) -> Any:
         """Call `evaluate_NAME`; else forward, unless the style has a step of its own."""
@@ -109,6 +112,11 @@ class UserRecipe:
     def has_gather(self) -> bool:
         """Say whether the file has `gather_NAME`."""
         return self.hooks.gather is not None
+
+    @property
+    def has_policy(self) -> bool:
+        """Say yes: whatever precision the file's style has is held to the reference's."""
+        return True
 
     def gather(self, case: LoadedCase, name: str, parts: list[Tensor]) -> Tensor | None:
         """Call `gather_NAME(name, local_tensors)`."""
