@@ -263,7 +263,8 @@ class _Expansion:
         self.calls += 1
         values = [self._resolve(n, region) for n in operands]
         fakes = tuple(n.meta["val"] for n in operands)
-        call = Call(node, fakes, _outputs(node.meta.get("val")), self.plan.local_draws)
+        gradient = self.plan.gradients.get(node.name)
+        call = Call(node, fakes, _outputs(node.meta.get("val")), self.plan.local_draws, gradient)
         rule = find_rule(call)
         if rule is None:
             self._count_fallback(node)
