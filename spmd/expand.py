@@ -90,6 +90,7 @@ class _Expansion:
                 layouts = self._output(node)
             elif node.op == "call_function":
                 self.values[node] = self._call(node, region_of(node))
+                self._cut(node)
                 self._pin_gradient(node)
         local = self.emitter.finish()
         local.meta.update(
@@ -139,6 +140,13 @@ class _Expansion:
         return Layout(
             tuple(p if not isinstance(p, Partial) else Replicate() for p in first.placements)
         )
+
+    def _cut(self, node: fx.Node) -> None:
+        """Bring a value to where the plan wants it; what reads it follows."""
+        wanted = self.plan.cuts.get(node.name)
+        if wanted is not None:
+            value: Value = self.values[node]
+            value.forms = {wanted: self._form(value, wanted)}
 
     def _pin_gradient(self, node: fx.Node) -> None:
         """Reduce a finished gradient where it stands, to where its parameter lives.
@@ -331,7 +339,7 @@ class _Expansion:
                 cost += 1e-4 * size * isinstance(placement, Partial) + 1e-6
         if call.node.name not in self.plan.gradients:
             # A finished gradient is reduced where it stands, so that it is bucketed.
-            cost += 2 * _growth(candidate, values, call.outputs)
+            cost += 2 * _growth(candidate, values, forms, call.outputs)
         work = sum(v.bytes for v in values)
         divided = any(isinstance(p, Shard) for p in candidate.inputs)
         return cost + 1e-3 * (work / num_ranks if divided else work)
@@ -386,13 +394,16 @@ _WHOLE = Whole()
 _getitem = operator.getitem
 
 
-def _growth(candidate: Candidate, values: list[Value], outputs: Any) -> int:
+def _growth(candidate: Candidate, values: list[Value], forms: Any, outputs: Any) -> int:
     """Return by how many bytes a partial result exceeds the partial operands it comes from.
 
-    It has to be reduced sooner or later; reduced before it grew it costs less.
+    It has to be reduced sooner or later; reduced before it grew it costs less. An operand that
+    is whole and only counted as a partial one (a bias) needs no reduction.
     """
     before = sum(
-        v.bytes for v, p in zip(values, candidate.inputs, strict=True) if isinstance(p, Partial)
+        v.bytes
+        for v, p, have in zip(values, candidate.inputs, forms, strict=True)
+        if isinstance(p, Partial) and p in have
     )
     after = sum(
         o.numel() * o.dtype.itemsize

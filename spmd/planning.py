@@ -107,11 +107,16 @@ def batch_dims(
             "{argument: dim or None}.",
             "input-batch-dim",
         )
-    return _majority(arguments, wanted)
+    return majority(arguments, wanted)
 
 
-def _majority(arguments: dict[str, tuple[int, ...]], wanted: int) -> dict[str, int | None]:
-    """Return the dim of the arguments that have there what most have; ties to the first."""
+def majority(arguments: dict[str, tuple[int, ...]], wanted: int) -> dict[str, int | None]:
+    """Return the dim of the arguments that have there what most have; ties to the first.
+
+    Args:
+        arguments: Shapes by name.
+        wanted: The dim; None for arguments that have it not, or have another size there.
+    """
     with_dim = {n: s for n, s in arguments.items() if -len(s) <= wanted < len(s)}
     sizes = Counter(s[wanted] for s in with_dim.values())
     batch = max(sizes, key=sizes.__getitem__) if sizes else None
@@ -144,7 +149,7 @@ def _named_batch_dims(
     sizes = {arguments[name][dim] for name, dim in found.items() if dim is not None}
     rest = {name: shape for name, shape in arguments.items() if name not in found}
     if not sizes:
-        return found | _majority(rest, 0)
+        return found | majority(rest, 0)
     return found | {n: 0 if shape and shape[0] in sizes else None for n, shape in rest.items()}
 
 

@@ -70,6 +70,13 @@ def weights_of(graph: fx.GraphModule) -> dict[str, Weight]:
     return _Reading(graph).run()
 
 
+def products_of(graph: fx.GraphModule) -> list[fx.Node]:
+    """Return what parameters multiply in forward, in order: the other factors."""
+    reading = _Reading(graph)
+    reading.run()
+    return reading.factors
+
+
 class _Reading:
     def __init__(self, graph: fx.GraphModule) -> None:
         self.graph = graph
@@ -78,6 +85,7 @@ class _Reading:
         self.parameters = {placeholders[i]: s.name for i, s in signature.of_kind("parameter")}
         self.found: dict[str, Weight] = {}
         self.is_split: set[fx.Node] = set()
+        self.factors: list[fx.Node] = []
 
     def run(self) -> dict[str, Weight]:
         for node in self.graph.graph.nodes:
@@ -104,6 +112,7 @@ class _Reading:
             source = self._origin(weight)
             if source is None:
                 continue
+            self.factors.append(x)
             name, dims = source
             known = self.found.get(name)
             kind = known.kind if known is not None else ROW if x in self.is_split else COLUMN
