@@ -5,7 +5,14 @@ from __future__ import annotations
 from spmd.compile import compile
 from spmd.layout import Layout, Partial, Replicate, Shard
 from spmd.overrides import Override
-from spmd.parallel_mode import DataParallel, DataParallelStyle, DTensorExpandMode, ParallelMode
+from spmd.parallel_mode import (
+    DataParallel,
+    DataParallelStyle,
+    DTensorExpandMode,
+    ParallelMode,
+    SequenceParallel,
+    TensorParallel,
+)
 from spmd.placed import Placed
 
 __all__ = [
@@ -18,6 +25,8 @@ __all__ = [
     "Partial",
     "Placed",
     "Replicate",
+    "SequenceParallel",
     "Shard",
+    "TensorParallel",
     "compile",
 ]

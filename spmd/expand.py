@@ -143,9 +143,9 @@ class _Expansion:
 
     def _cut(self, node: fx.Node) -> None:
         """Bring a value to where the plan wants it; what reads it follows."""
-        wanted = self.plan.cuts.get(node.name)
-        if wanted is not None:
+        if node.name in self.plan.cuts:
             value: Value = self.values[node]
+            wanted = next(iter(value.forms)).replace(*self.plan.cuts[node.name])
             value.forms = {wanted: self._form(value, wanted)}
 
     def _pin_gradient(self, node: fx.Node) -> None:

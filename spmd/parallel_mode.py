@@ -5,5 +5,14 @@ from __future__ import annotations
 from spmd.data_parallel import DataParallel, DataParallelStyle
 from spmd.dtensor_expand import DTensorExpandMode
 from spmd.mode import ParallelMode
+from spmd.sequence_parallel import SequenceParallel
+from spmd.tensor_parallel import TensorParallel
 
-__all__ = ["DTensorExpandMode", "DataParallel", "DataParallelStyle", "ParallelMode"]
+__all__ = [
+    "DTensorExpandMode",
+    "DataParallel",
+    "DataParallelStyle",
+    "ParallelMode",
+    "SequenceParallel",
+    "TensorParallel",
+]

@@ -156,3 +156,12 @@ def _named_batch_dims(
 def sharded_on(axis: int, num_axes: int, dim: int, size: int, num_ranks: int) -> Layout:
     """Return the layout that splits one dim over one axis by the torch.chunk rule."""
     return replicated(num_axes).replace(axis, shard(dim, size, num_ranks))
+
+
+def split_layout(dims: tuple[int | None, ...], shape: tuple[int, ...], mesh: MeshShape) -> Layout:
+    """Return the layout of a tensor of which each axis splits one dim, or none."""
+    layout = replicated(len(mesh.sizes))
+    for axis, dim in enumerate(dims):
+        if dim is not None:
+            layout = layout.replace(axis, shard(dim, shape[dim], mesh.sizes[axis]))
+    return layout

@@ -9,11 +9,11 @@ from torch import Tensor, fx
 
 from spmd.errors import UsageError
 from spmd.expand import expand
-from spmd.layout import Layout, replicated
+from spmd.layout import Layout, replicated, shard
 from spmd.mesh import mesh_shape
 from spmd.mode import PassPipelineMode
 from spmd.passes import default_passes
-from spmd.planning import BatchDims, batch_dims, majority, plan_layouts, sharded_on
+from spmd.planning import BatchDims, batch_dims, majority, plan_layouts, split_layout
 from spmd.program import Signature, signature_of
 from spmd.tensor_plan import products_of
 
@@ -27,7 +27,7 @@ _MERGES = {
 
 
 class SequenceParallel(PassPipelineMode):
-    """Split the activations over the last axis along the sequence.
+    """Split the activations over the last axis along the sequence, the batch over the first.
 
     What needs the whole sequence (keys and values of attention, a recurrence) gathers it; the
     gradient of a parameter is the sum over the parts.
@@ -39,8 +39,9 @@ class SequenceParallel(PassPipelineMode):
             argument has a sequence and none has more than two dims, a row is a position:
             dim 0. Else (images) the first activations [batch, sequence, features] that a
             parameter multiplies are split.
+        input_batch_dim: As of `DataParallel`; used where the mesh has an axis for the batch.
         custom_passes: Replaces the default pass pipeline.
-        mesh: `DeviceMesh`, `{axis: size}`, or None for one axis over all ranks.
+        mesh: `DeviceMesh`, `{axis: size}` of one or two axes, or None for one over all ranks.
         rng: `global` draws what one device draws; `local` draws per rank.
 
     Under `batch="local"` with a derived dim, ranks pass whole arguments.
@@ -50,12 +51,14 @@ class SequenceParallel(PassPipelineMode):
         self,
         sequence_dim: BatchDims | None = None,
         *,
+        input_batch_dim: BatchDims = 0,
         custom_passes: Any = None,
         mesh: Any = None,
         rng: str = "global",
     ) -> None:
         super().__init__(default_passes(), custom_passes)
         self.sequence_dim = sequence_dim
+        self.input_batch_dim = input_batch_dim
         self.mesh = mesh
         self.rng = rng
 
@@ -66,7 +69,20 @@ class SequenceParallel(PassPipelineMode):
         dims: dict[str, int | None] = {s.name: None for _, s in signature.of_kind("argument")}
         if self.sequence_dim is not None:
             dims = batch_dims(signature, shapes, self.sequence_dim)
-        return {name: (*(None,) * (num_axes - 1), dim) for name, dim in dims.items()}
+        return self._splits(signature, shapes, num_axes, dims)
+
+    def _splits(
+        self, signature: Signature, shapes: Any, num_axes: int, dims: dict[str, int | None]
+    ) -> dict[str, tuple[int | None, ...]]:
+        """Return which dim of each argument each axis splits, given that of the last one."""
+        if num_axes == 1:
+            return {name: (dim,) for name, dim in dims.items()}
+        batch = batch_dims(signature, shapes, self.input_batch_dim)
+        return {
+            # One dim is split by one axis: a set of rows without a sequence stays whole here.
+            name: (batch[name], *(None,) * (num_axes - 2), None if dim == batch[name] else dim)
+            for name, dim in dims.items()
+        }
 
     def partition(
         self, gm: fx.GraphModule, model: Any, optimizer: Any, params_and_buffers: Any,
@@ -78,18 +94,19 @@ class SequenceParallel(PassPipelineMode):
             UsageError: `sequence-dim`, where there is nothing to split.
         """
         mesh = mesh_shape(self.mesh)
-        axes, ranks = len(mesh.sizes), mesh.sizes[-1]
-        whole = replicated(axes)
+        whole = replicated(len(mesh.sizes))
+        signature = signature_of(gm)
+        shapes = [tuple(n.meta["val"].shape) for n in gm.graph.find_nodes(op="placeholder")]
         dims, cut = self._dims(gm)
+        splits = self._splits(signature, shapes, len(mesh.sizes), dims)
 
         def argument(name: str, shape: tuple[int, ...]) -> Layout:
-            dim = dims.get(name)
-            return whole if dim is None else sharded_on(axes - 1, axes, dim, shape[dim], ranks)
+            return split_layout(splits[name], shape, mesh)
 
         plan = plan_layouts(gm, mesh, lambda _name, _shape: whole, argument)
         if cut is not None:
             size = cut.meta["val"].shape[1]
-            plan.cuts[cut.name] = sharded_on(axes - 1, axes, 1, size, ranks)
+            plan.cuts[cut.name] = len(mesh.sizes) - 1, shard(1, size, mesh.sizes[-1])
         plan.strict, plan.local_draws = self.strict, self.rng == "local"
         return expand(gm, plan)
 
@@ -113,7 +130,7 @@ class SequenceParallel(PassPipelineMode):
                 "sequence_dim={argument: dim}, or use another mode.",
                 "sequence-dim",
             )
-        return {}, cut
+        return dims, cut
 
 
 def sequence_dims(arguments: dict[str, Tensor]) -> dict[str, int | None]:

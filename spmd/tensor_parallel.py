@@ -10,11 +10,11 @@ from torch import fx
 from spmd.dtensor_expand import layout_of
 from spmd.errors import UsageError
 from spmd.expand import expand
-from spmd.layout import Layout, Shard, replicated, shard
+from spmd.layout import Layout, replicated, shard
 from spmd.mesh import MeshShape, mesh_shape
 from spmd.mode import PassPipelineMode
 from spmd.passes import default_passes
-from spmd.planning import BatchDims, batch_dims, plan_layouts
+from spmd.planning import BatchDims, batch_dims, plan_layouts, split_layout
 from spmd.program import Signature, signature_of
 from spmd.tensor_plan import COLUMN, ROW, VOCABULARY, Weight, weights_of
 
@@ -98,14 +98,11 @@ class TensorParallel(PassPipelineMode):
 
         def parameter(name: str, shape: tuple[int, ...]) -> Layout:
             dim = dims.get(name)
-            return whole if dim is None else whole.replace(own, _split(dim, shape, mesh, own))
+            ranks = mesh.sizes[own]
+            return whole if dim is None else whole.replace(own, shard(dim, shape[dim], ranks))
 
         def argument(name: str, shape: tuple[int, ...]) -> Layout:
-            layout = whole
-            for axis, dim in enumerate(splits[name]):
-                if dim is not None:
-                    layout = layout.replace(axis, shard(dim, shape[dim], mesh.sizes[axis]))
-            return layout
+            return split_layout(splits[name], shape, mesh)
 
         plan = plan_layouts(gm, mesh, parameter, argument)
         plan.strict, plan.local_draws = self.strict, self.rng == "local"
@@ -144,10 +141,6 @@ class TensorParallel(PassPipelineMode):
                 "tensor-plan",
             )
         return dims
-
-
-def _split(dim: int, shape: tuple[int, ...], mesh: MeshShape, axis: int) -> Shard:
-    return shard(dim, shape[dim], mesh.sizes[axis])
 
 
 def _derived(weights: dict[str, Weight]) -> dict[str, tuple[str, int]]:

@@ -39,9 +39,9 @@ STYLES: Final[tuple[StyleId, ...]] = (
     StyleId(
         "spmd_hybrid", "engine", "sharded inside, replicated outside", ("replicate", "shard"), False
     ),
-    StyleId("spmd_tp", "engine", "weights split by a tensor-parallel plan", ("tp",), False),
-    StyleId("spmd_sp", "engine", "activations split along the sequence", ("sp",), False),
-    StyleId("spmd_dp_tp", "engine", "data and tensor parallel together", ("dp", "tp"), False),
+    StyleId("spmd_tp", "engine", "weights split by a tensor-parallel plan", ("tp",)),
+    StyleId("spmd_sp", "engine", "activations split along the sequence", ("sp",)),
+    StyleId("spmd_dp_tp", "engine", "data and tensor parallel together", ("dp", "tp")),
     StyleId("ddp", "torch", "DistributedDataParallel"),
     StyleId("fsdp2", "torch", "fully_shard on one axis", ("fsdp",)),
     StyleId("hsdp", "torch", "fully_shard on two axes", ("replicate", "shard")),
