@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from spmd.eligible import all_replicated, compatible, region_of, rounds_partial_sums
+from spmd.eligible import (
+    all_replicated,
+    candidates_of,
+    compatible,
+    region_of,
+    rounds_partial_sums,
+)
 from spmd.emit import Emitter
 from spmd.errors import StrictFallbackError
 from spmd.layout import Layout, Partial, Replicate, Shard, local_shape, replicated
@@ -313,7 +319,7 @@ class _Expansion:
             ]
             best = all_replicated(len(values), len(call.outputs))
             best_cost = self._price(best, call, values, forms, num_ranks)
-            for candidate in rule.candidates(call, forms, num_ranks):
+            for candidate in candidates_of(rule, call, forms, num_ranks):
                 if not compatible(candidate, inputs, outputs, axis):
                     continue
                 if rounds_partial_sums(candidate, call):
