@@ -178,7 +178,7 @@ class GraphRun:
                 self.mode = mode
             compiled: CompiledStep
             if self.context.is_lockstep:
-                lockstep = spmd.lockstep.compile(parallel_mode=mode, mesh=self.mesh)
+                lockstep = spmd.lockstep.compile(parallel_mode=mode, mesh=mode.mesh)
                 compiled = lockstep(step)
             else:
                 compiled = spmd.compile(parallel_mode=mode, batch="global")(step)
@@ -349,6 +349,7 @@ REPLICATE = GraphStyle("replicate", modes.data_parallel("replicate"))
 FULLY_SHARD = GraphStyle("fully_shard", modes.data_parallel("fully_shard"))
 DEFAULT = GraphStyle("default", modes.data_parallel("default"))
 DTENSOR_EXPAND = GraphStyle("dtensor_expand", modes.dtensor_expand)
+HYBRID = GraphStyle("spmd_hybrid", modes.hybrid_shard)
 TENSOR = GraphStyle("spmd_tp", modes.tensor_parallel)
 SEQUENCE = GraphStyle("spmd_sp", modes.sequence_parallel)
 DATA_TENSOR = GraphStyle("spmd_dp_tp", modes.data_and_tensor_parallel)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 from torch.utils import _pytree as pytree
@@ -65,6 +66,25 @@ def dtensor_expand(case: LoadedCase, context: StyleContext, mesh: Any) -> spmd.P
     return spmd.DTensorExpandMode(mesh=mesh, input_placements=placements)
 
 
+def hybrid_shard(case: LoadedCase, context: StyleContext, _mesh: Any) -> spmd.ParallelMode:
+    """Return parameters in parts over the second axis, the batch over both.
+
+    Raises:
+        Unsupported: `style-axes`, for a mesh of another number of axes.
+    """
+    if len(context.parts) != 2 or not set(context.parts) <= DATA_AXES:
+        raise _misfit("spmd_hybrid", context, "two data axes", "replicate=2,shard=2")
+
+    def joined() -> Any:
+        if context.is_lockstep:
+            return dict(context.parts)
+        sizes, names = tuple(context.parts.values()), tuple(context.parts)
+        return init_device_mesh(context.device.type, sizes, mesh_dim_names=names)
+
+    mesh = context.kept("mesh of two axes", joined)
+    return spmd.HybridShard(input_batch_dim=_batch_dims(case), mesh=mesh)
+
+
 def tensor_parallel(case: LoadedCase, context: StyleContext, mesh: Any) -> spmd.ParallelMode:
     """Return weights split over `tp`, the batch over a data axis if the mesh has one."""
     _check_axes("spmd_tp", context, "tp")
@@ -106,11 +126,15 @@ def _check_axes(style: str, context: StyleContext, own: str, *, with_data: bool 
     allowed = [[*data[:1], own]] if with_data or data else [[own]]
     if list(context.axes) in allowed and (data or not with_data):
         return
-    got = ",".join(f"{axis}={size}" for axis, size in context.axes.items())
-    expected = f"a data axis and {own}" if with_data else f"{own}, behind a data axis or alone"
-    raise Unsupported(
-        f"The mesh does not fit {style}: got {got}, expected {expected}. Ranks that have no two "
-        f"factors form no such mesh; give one as --mesh {'dp=2,' if with_data else ''}{own}=2",
+    expected = f"a data axis and {own}" if with_data else f"{own}, alone or behind a data axis"
+    raise _misfit(style, context, expected, f"{'dp=2,' if with_data else ''}{own}=2")
+
+
+def _misfit(style: str, context: StyleContext, expected: str, example: str) -> Unsupported:
+    got = ",".join(f"{axis}={size}" for axis, size in (context.parts or context.axes).items())
+    return Unsupported(
+        f"The mesh does not fit {style}: got {got}, expected {expected}. A bare number of ranks "
+        f"that has not enough factors forms no such mesh; give one as --mesh {example}",
         slug="style-axes",
     )
 
