@@ -127,20 +127,25 @@ class TensorParallel(PassPipelineMode):
         dims: dict[str, int] = {}
         self.split = {}
         kinds = _given(self.plan, weights, shapes) if self.plan is not None else _derived(weights)
-        for name, (text, dim) in kinds.items():
-            shape = shapes[name]
-            if -len(shape) <= dim < len(shape) and (
-                self.plan is not None or shape[dim] >= num_ranks
-            ):
-                dims[name], self.split[name] = dim % len(shape), text
+        fitting = {n: (text, dim) for n, (text, dim) in kinds.items() if dim < len(shapes[n])}
+        sizes = {name: shapes[name][dim] for name, (_, dim) in fitting.items()}
+        # A derived plan leaves no rank without a part, where some weight is large enough.
+        least = 0 if self.plan is not None else num_ranks if _has(sizes, num_ranks) else 2
+        for name, (text, dim) in fitting.items():
+            if sizes[name] >= least:
+                dims[name], self.split[name] = dim % len(shapes[name]), text
         if not dims and self.plan is None:
             raise UsageError(
                 "Tensor parallelism has nothing to split: no matrix product or lookup in forward "
-                f"has a parameter with {num_ranks} rows or columns. Got {len(shapes)} parameters. "
+                f"has a parameter that can be divided. Got {len(shapes)} parameters. "
                 "Use DataParallel, or give a plan.",
                 "tensor-plan",
             )
         return dims
+
+
+def _has(sizes: dict[str, int], least: int) -> bool:
+    return any(size >= least for size in sizes.values())
 
 
 def _derived(weights: dict[str, Weight]) -> dict[str, tuple[str, int]]:
