@@ -173,7 +173,7 @@ def _given(
         if not isinstance(kind, str):
             layout_of(kind, shape, MeshShape(("tp",), (1,)), name)  # refuses what does not fit
             if hasattr(kind, "dim"):
-                found[name] = str(kind), kind.dim
+                found[name] = f"Shard({kind.dim})", kind.dim % len(shape)
             continue
         used = weights.get(name)
         if used is not None:

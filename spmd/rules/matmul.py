@@ -53,6 +53,12 @@ class _Added(DimRule):
             product = tuple(placement.moved(labels.index("k")) for labels in self.inputs[1:])
             yield Candidate((Partial("sum"), *product), (Partial("sum"),))
 
+    def emit(self, emitter: Any, call: Call, args: Any, kwargs: Any, layouts: Any) -> Any:
+        """Emit the product; a rank with nothing to contract still adds its share of the input."""
+        if any(isinstance(placement, Partial) for placement in layouts[0].placements):
+            return emitter.call(call.target, args, kwargs)
+        return super().emit(emitter, call, args, kwargs, layouts)
+
 
 def _contracted(labels: Any, placements: Any) -> dict[Shard, None]:
     """Return the splits of the contracted dim that a factor of the product has, as of dim 0."""
