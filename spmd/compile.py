@@ -88,7 +88,8 @@ class RankStep(CompiledStep):
         """This process's place on the mesh."""
         if self._ranks is None:
             self._ranks = ProcessRanks(self.options.mode.mesh)
-            self.options.mode.mesh = self._ranks.device_mesh
+            if self._ranks.parts is None:
+                self.options.mode.mesh = self._ranks.device_mesh
         return self._ranks
 
     @property

@@ -158,7 +158,9 @@ class Emitter:
         outputs = [layout.placements[axis] for layout in self._outputs]
 
         def is_empty(placement: Any, rank: int) -> bool:
-            return isinstance(placement, Shard) and placement.units[rank] == 0
+            if not isinstance(placement, Shard):
+                return False
+            return placement.units[rank % len(placement.units)] == 0
 
         return tuple(
             int(
@@ -169,8 +171,12 @@ class Emitter:
         )
 
     def pick(self, axis: int, values: Sequence[int]) -> Any:
-        """Return the number that is `values[i]` on rank i of an axis: an int if all agree."""
+        """Return the number that is `values[i]` on rank i of an axis: an int if all agree.
+
+        Fewer values than ranks repeat.
+        """
         values = tuple(values)
+        values *= self.mesh.sizes[axis] // max(1, len(values))
         if len(set(values)) == 1:
             return values[0]
         if (axis, values) not in self._picked:

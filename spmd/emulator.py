@@ -118,10 +118,8 @@ class _Walk:
         if name == "wait_tensor":
             return self.env[node.args[0]]
         inputs = self._per_rank(node.args[0])
-        group_name = str(node.args[-1])
-        axis = self.mesh.names.index(group_name)
         results = PerRank([None] * self.mesh.num_ranks)
-        groups = self.mesh.groups(axis)
+        groups = self.mesh.groups_of(str(node.args[-1]))
         for group in groups:
             parts = [inputs[r] for r in group]
             outs = _run_collective(name, parts, node.args)

@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from spmd.eligible import all_replicated, compatible, region_of, rounds_partial_sums
+from spmd.eligible import (
+    all_replicated,
+    candidates_of,
+    compatible,
+    region_of,
+    rounds_partial_sums,
+)
 from spmd.emit import Emitter
 from spmd.errors import StrictFallbackError
 from spmd.layout import Layout, Partial, Replicate, Shard, local_shape, replicated
@@ -90,6 +96,7 @@ class _Expansion:
                 layouts = self._output(node)
             elif node.op == "call_function":
                 self.values[node] = self._call(node, region_of(node))
+                self._cut(node)
                 self._pin_gradient(node)
         local = self.emitter.finish()
         local.meta.update(
@@ -139,6 +146,13 @@ class _Expansion:
         return Layout(
             tuple(p if not isinstance(p, Partial) else Replicate() for p in first.placements)
         )
+
+    def _cut(self, node: fx.Node) -> None:
+        """Bring a value to where the plan wants it; what reads it follows."""
+        if node.name in self.plan.cuts:
+            value: Value = self.values[node]
+            wanted = next(iter(value.forms)).replace(*self.plan.cuts[node.name])
+            value.forms = {wanted: self._form(value, wanted)}
 
     def _pin_gradient(self, node: fx.Node) -> None:
         """Reduce a finished gradient where it stands, to where its parameter lives.
@@ -263,7 +277,8 @@ class _Expansion:
         self.calls += 1
         values = [self._resolve(n, region) for n in operands]
         fakes = tuple(n.meta["val"] for n in operands)
-        call = Call(node, fakes, _outputs(node.meta.get("val")), self.plan.local_draws)
+        gradient = self.plan.gradients.get(node.name)
+        call = Call(node, fakes, _outputs(node.meta.get("val")), self.plan.local_draws, gradient)
         rule = find_rule(call)
         if rule is None:
             self._count_fallback(node)
@@ -304,7 +319,7 @@ class _Expansion:
             ]
             best = all_replicated(len(values), len(call.outputs))
             best_cost = self._price(best, call, values, forms, num_ranks)
-            for candidate in rule.candidates(call, forms, num_ranks):
+            for candidate in candidates_of(rule, call, forms, num_ranks):
                 if not compatible(candidate, inputs, outputs, axis):
                     continue
                 if rounds_partial_sums(candidate, call):
@@ -330,7 +345,7 @@ class _Expansion:
                 cost += 1e-4 * size * isinstance(placement, Partial) + 1e-6
         if call.node.name not in self.plan.gradients:
             # A finished gradient is reduced where it stands, so that it is bucketed.
-            cost += 2 * _growth(candidate, values, call.outputs)
+            cost += 2 * _growth(candidate, values, forms, call.outputs)
         work = sum(v.bytes for v in values)
         divided = any(isinstance(p, Shard) for p in candidate.inputs)
         return cost + 1e-3 * (work / num_ranks if divided else work)
@@ -385,13 +400,16 @@ _WHOLE = Whole()
 _getitem = operator.getitem
 
 
-def _growth(candidate: Candidate, values: list[Value], outputs: Any) -> int:
+def _growth(candidate: Candidate, values: list[Value], forms: Any, outputs: Any) -> int:
     """Return by how many bytes a partial result exceeds the partial operands it comes from.
 
-    It has to be reduced sooner or later; reduced before it grew it costs less.
+    It has to be reduced sooner or later; reduced before it grew it costs less. An operand that
+    is whole and only counted as a partial one (a bias) needs no reduction.
     """
     before = sum(
-        v.bytes for v, p in zip(values, candidate.inputs, strict=True) if isinstance(p, Partial)
+        v.bytes
+        for v, p, have in zip(values, candidate.inputs, forms, strict=True)
+        if isinstance(p, Partial) and p in have
     )
     after = sum(
         o.numel() * o.dtype.itemsize

@@ -26,7 +26,8 @@ class Shard:
 
     Attributes:
         dim: Dim of the tensor, >= 0.
-        units: Units each rank of the axis owns, in rank order; zeros are allowed.
+        units: Units each rank of the axis owns, in rank order; zeros are allowed. Where there
+            are fewer than ranks, they repeat: rank i owns what rank i - len(units) owns.
         outer: Repetitions of the split factor to its left, within the same dim.
         inner: Elements of the dim per unit; folded into `units`, so always 1 afterwards:
             equal splits compare equal.
@@ -48,11 +49,11 @@ class Shard:
         return self.outer * sum(self.units)
 
     def local_sizes(self) -> tuple[int, ...]:
-        """Local size of the dim for each rank of the axis, in elements."""
+        """Local size of the dim for each rank, in elements; they repeat as the units do."""
         return tuple(self.outer * n for n in self.units)
 
     def offsets(self) -> tuple[int, ...]:
-        """First unit of each rank of the axis."""
+        """First unit of each rank; they repeat as the units do."""
         starts, total = [], 0
         for n in self.units:
             starts.append(total)
@@ -66,9 +67,15 @@ class Shard:
 
 @dataclass(frozen=True)
 class Partial:
-    """The value is `op` over the ranks of the axis."""
+    """The value is `op` over the ranks of the axis.
+
+    Attributes:
+        op: The reduction.
+        block: Over each so many consecutive ranks of the axis; 0 for all of them.
+    """
 
     op: ReduceOp = "sum"
+    block: int = 0
 
 
 Placement = Replicate | Shard | Partial
@@ -135,7 +142,8 @@ def local_shape(
     for placement, index in zip(layout.placements, coordinate, strict=True):
         if isinstance(placement, Shard):
             check_shard(global_shape, placement)
-            shape[placement.dim] = placement.local_sizes()[index]
+            sizes = placement.local_sizes()
+            shape[placement.dim] = sizes[index % len(sizes)]
     return tuple(shape)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from spmd.errors import UsageError
+from spmd.errors import InternalError, UsageError
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,12 @@ class MeshShape:
     Attributes:
         names: One per axis.
         sizes: Ranks along each axis, each >= 1.
+        parts: Names and sizes of the axes that a single axis was made of, outer first.
     """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
+    parts: tuple[tuple[str, int], ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -40,11 +42,45 @@ class MeshShape:
             groups.setdefault(coordinate[:axis] + coordinate[axis + 1 :], []).append(rank)
         return list(groups.values())
 
+    def groups_of(self, name: str) -> list[list[int]]:
+        """Return the groups of an axis, or of a part of the only one, by its name."""
+        if name in self.names:
+            return self.groups(self.names.index(name))
+        names, sizes = zip(*self.parts, strict=True)
+        return MeshShape(names, sizes).groups(names.index(name))
+
+    def span(self, axis: int, block: int) -> tuple[str, int]:
+        """Return name and size of the groups of `block` consecutive ranks of an axis.
+
+        Raises:
+            InternalError: There are no such groups.
+        """
+        if block in (0, self.sizes[axis]):
+            return self.names[axis], self.sizes[axis]
+        if not self.parts or self.parts[-1][1] != block:
+            raise InternalError(f"no groups of {block} ranks on {self}; please report it")
+        return self.parts[-1]
+
+
+@dataclass(frozen=True)
+class JoinedMesh:
+    """A mesh of several axes used as one, whose parts are still there.
+
+    Attributes:
+        parts: `DeviceMesh`, `{axis: size}` or `MeshShape` of the axes, outer first.
+    """
+
+    parts: Any
+
 
 def mesh_shape(mesh: Any) -> MeshShape:
-    """Return the shape of a `DeviceMesh`, a `{name: size}` or a MeshShape."""
+    """Return the shape of a `DeviceMesh`, a `{name: size}`, a MeshShape or a JoinedMesh."""
     if isinstance(mesh, MeshShape):
         return mesh
+    if isinstance(mesh, JoinedMesh):
+        parts = mesh_shape(mesh.parts)
+        joined = tuple(zip(parts.names, parts.sizes, strict=True))
+        return MeshShape(("_".join(parts.names),), (parts.num_ranks,), joined)
     if isinstance(mesh, dict):
         return MeshShape(tuple(mesh), tuple(mesh.values()))
     names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))

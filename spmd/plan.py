@@ -21,6 +21,7 @@ class Plan:
         inputs: Layout of every placeholder, in signature order.
         compute: Position of a placeholder -> layout in which forward and backward see it.
         gradients: Name of a node -> layout its finished gradient is reduced to.
+        cuts: Name of a node -> (axis, placement its value is brought to where it stands).
         outputs: Layout of every output; None leaves it as computed, reduced if partial.
         regather: Gather parameters again for backward instead of keeping them.
         strict: Refuse operators without a rule.
@@ -32,6 +33,7 @@ class Plan:
     inputs: list[Layout]
     compute: dict[int, Layout] = field(default_factory=dict)
     gradients: dict[str, Layout] = field(default_factory=dict)
+    cuts: dict[str, tuple[int, Placement]] = field(default_factory=dict)
     outputs: list[Layout | None] = field(default_factory=list)
     regather: bool = True
     strict: bool = False

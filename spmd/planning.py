@@ -107,11 +107,16 @@ def batch_dims(
             "{argument: dim or None}.",
             "input-batch-dim",
         )
-    return _majority(arguments, wanted)
+    return majority(arguments, wanted)
 
 
-def _majority(arguments: dict[str, tuple[int, ...]], wanted: int) -> dict[str, int | None]:
-    """Return the dim of the arguments that have there what most have; ties to the first."""
+def majority(arguments: dict[str, tuple[int, ...]], wanted: int) -> dict[str, int | None]:
+    """Return the dim of the arguments that have there what most have; ties to the first.
+
+    Args:
+        arguments: Shapes by name.
+        wanted: The dim; None for arguments that have it not, or have another size there.
+    """
     with_dim = {n: s for n, s in arguments.items() if -len(s) <= wanted < len(s)}
     sizes = Counter(s[wanted] for s in with_dim.values())
     batch = max(sizes, key=sizes.__getitem__) if sizes else None
@@ -144,10 +149,19 @@ def _named_batch_dims(
     sizes = {arguments[name][dim] for name, dim in found.items() if dim is not None}
     rest = {name: shape for name, shape in arguments.items() if name not in found}
     if not sizes:
-        return found | _majority(rest, 0)
+        return found | majority(rest, 0)
     return found | {n: 0 if shape and shape[0] in sizes else None for n, shape in rest.items()}
 
 
 def sharded_on(axis: int, num_axes: int, dim: int, size: int, num_ranks: int) -> Layout:
     """Return the layout that splits one dim over one axis by the torch.chunk rule."""
     return replicated(num_axes).replace(axis, shard(dim, size, num_ranks))
+
+
+def split_layout(dims: tuple[int | None, ...], shape: tuple[int, ...], mesh: MeshShape) -> Layout:
+    """Return the layout of a tensor of which each axis splits one dim, or none."""
+    layout = replicated(len(mesh.sizes))
+    for axis, dim in enumerate(dims):
+        if dim is not None:
+            layout = layout.replace(axis, shard(dim, shape[dim], mesh.sizes[axis]))
+    return layout

@@ -19,7 +19,7 @@ from spmd.emit import coordinate_name
 from spmd.errors import UsageError
 from spmd.layout import Layout, Shard, chunk_units
 from spmd.lifting import tensor_of
-from spmd.mesh import MeshShape, device_mesh_of, mesh_shape
+from spmd.mesh import JoinedMesh, MeshShape, device_mesh_of, mesh_shape, one_axis
 
 
 def local_of(value: Any) -> Any:
@@ -45,22 +45,26 @@ def part_of(value: Tensor, layout: Layout, coordinate: tuple[int, ...]) -> Tenso
     for placement, index in zip(layout.placements, coordinate, strict=True):
         if isinstance(placement, Shard):
             dim, shape = placement.dim, value.shape
-            total, start = sum(placement.units), placement.offsets()[index]
+            own = index % len(placement.units)
+            total, start = sum(placement.units), placement.offsets()[own]
             if placement.outer == 1:
-                value = value.narrow(dim, start, placement.units[index])
+                value = value.narrow(dim, start, placement.units[own])
                 continue
             split = value.reshape(*shape[:dim], placement.outer, total, *shape[dim + 1 :])
-            part = split.narrow(dim + 1, start, placement.units[index])
-            own = placement.outer * placement.units[index]
-            value = part.reshape(*shape[:dim], own, *shape[dim + 1 :])
+            part = split.narrow(dim + 1, start, placement.units[own])
+            size = placement.outer * placement.units[own]
+            value = part.reshape(*shape[:dim], size, *shape[dim + 1 :])
     return value
 
 
 def joined(parts: Sequence[Tensor], placement: Shard) -> Tensor:
-    """Return the tensor whose parts along one axis, in rank order, are `parts`."""
+    """Return the tensor whose parts along one axis, in rank order, are `parts`.
+
+    Parts that repeat are taken from the first ranks.
+    """
     dim, outer = placement.dim, placement.outer
     split = []
-    for part, units in zip(parts, placement.units, strict=True):
+    for part, units in zip(parts, placement.units, strict=False):
         shape = part.shape
         split.append(part.reshape(*shape[:dim], outer, units, *shape[dim + 1 :]))
     whole = torch.cat(split, dim + 1)
@@ -85,8 +89,14 @@ class ProcessRanks:
     """
 
     def __init__(self, mesh: Any) -> None:
-        self.device_mesh = device_mesh_of(mesh)
-        self.mesh: MeshShape = mesh_shape(self.device_mesh)
+        self.parts: Any = None  # of a joined mesh: the DeviceMesh of its axes
+        if isinstance(mesh, JoinedMesh):
+            self.parts = device_mesh_of(mesh.parts)
+            self.device_mesh = one_axis(self.parts)
+            self.mesh: MeshShape = mesh_shape(JoinedMesh(self.parts))
+        else:
+            self.device_mesh = device_mesh_of(mesh)
+            self.mesh = mesh_shape(self.device_mesh)
         coordinate = self.device_mesh.get_coordinate()
         if coordinate is None:
             raise UsageError(
@@ -192,7 +202,8 @@ class ProcessRanks:
             placement = layout.placements[axis]
             if not isinstance(placement, Shard):
                 continue
-            sizes = placement.local_sizes()
+            repeats = self.mesh.sizes[axis] // len(placement.units)
+            sizes = placement.local_sizes() * repeats
             dim = placement.dim
             padded = value.new_zeros(
                 [max(sizes) if d == dim else n for d, n in enumerate(value.shape)]
@@ -206,7 +217,12 @@ class ProcessRanks:
         return value
 
     def placements(self, layout: Layout, shape: tuple[int, ...]) -> tuple[Any, ...] | None:
-        """Return torch's placements for a layout of a global shape, None if it has none."""
+        """Return torch's placements for a layout of a global shape, None if it has none.
+
+        They are of the mesh that `held` uses: on a joined one, of its parts.
+        """
+        if self.parts is not None:
+            return self._placements_on_parts(layout.placements[0], shape)
         found: list[Any] = []
         for placement, size in zip(layout.placements, self.mesh.sizes, strict=True):
             if isinstance(placement, Shard):
@@ -218,6 +234,18 @@ class ProcessRanks:
             else:
                 found.append(TorchReplicate())
         return tuple(found)
+
+    def _placements_on_parts(self, placement: Any, shape: tuple[int, ...]) -> Any:
+        """Return torch's placements on the axes a joined one is made of: repeated parts lie on
+        the innermost, parts over all of them have none."""
+        whole = (TorchReplicate(),) * self.parts.ndim
+        if not isinstance(placement, Shard):
+            return whole
+        inner = self.parts.shape[-1]
+        is_chunked = placement.outer == 1 and placement.units == chunk_units(
+            shape[placement.dim], inner
+        )
+        return (*whole[:-1], TorchShard(placement.dim)) if is_chunked else None
 
     def held(self, value: Tensor, layout: Layout, shape: tuple[int, ...]) -> Tensor:
         """Wrap a local part as the module or optimizer holds it: a DTensor if it can be one.
@@ -233,7 +261,7 @@ class ProcessRanks:
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
             value,
-            self.device_mesh,
+            self.device_mesh if self.parts is None else self.parts,
             placements,
             run_check=False,
             shape=torch.Size(shape),
@@ -272,7 +300,7 @@ class ProcessRanks:
         return True
 
     def _lies_so(self, value: DTensor, layout: Layout) -> bool:
-        same_mesh = value.device_mesh == self.device_mesh
+        same_mesh = value.device_mesh == (self.device_mesh if self.parts is None else self.parts)
         return same_mesh and value.placements == self.placements(layout, tuple(value.shape))
 
     def adopted(self, parameter: Tensor, layout: Layout) -> nn.Parameter:
@@ -296,6 +324,8 @@ class ProcessRanks:
         names = {
             axis: self.device_mesh.get_group(i).group_name for i, axis in enumerate(self.mesh.names)
         }
+        for i, (part, _) in enumerate(self.mesh.parts):
+            names[part] = self.parts.get_group(i).group_name
         for node in graph.graph.nodes:
             target = node.target
             is_operator = isinstance(target, torch._ops.OpOverload)

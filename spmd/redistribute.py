@@ -66,10 +66,20 @@ def _path(have: Placement, wanted: Placement) -> list[Placement]:
     if isinstance(have, Shard) and not isinstance(wanted, Replicate):
         return [REPLICATE, wanted]
     if isinstance(have, Partial) and isinstance(wanted, Shard):
-        if have.op == "sum" and wanted.outer == 1:
+        # A sum over a block of ranks gives parts within it only.
+        if have.op == "sum" and wanted.outer == 1 and have.block in (0, len(wanted.units)):
             return [wanted]
         return [REPLICATE, wanted]
+    if isinstance(have, Partial) and isinstance(wanted, Partial):
+        return [REPLICATE, wanted]
     return [wanted]
+
+
+def _block(placement: Placement) -> int:
+    """Return over how many consecutive ranks a placement goes; 0 for all of the axis."""
+    if isinstance(placement, Shard):
+        return len(placement.units)
+    return placement.block if isinstance(placement, Partial) else 0
 
 
 class _Move:
@@ -78,8 +88,7 @@ class _Move:
     def __init__(self, emitter: Emitter, value: Any, layout: Layout, axis: int) -> None:
         self.emitter, self.axis = emitter, axis
         self.have = layout.placements[axis]
-        self.ranks = emitter.mesh.sizes[axis]
-        self.group = emitter.mesh.names[axis]
+        self.group, self.ranks = emitter.mesh.span(axis, _block(self.have))
         self.shape, self.dtype = value.shape, value.dtype
         self.layout = layout
 
@@ -94,7 +103,8 @@ class _Move:
         if isinstance(wanted, Replicate) and isinstance(self.have, Partial):
             return self._all_reduce(node, self.have)
         if isinstance(wanted, Partial) and isinstance(self.have, Replicate):
-            coordinate = self.emitter.pick(self.axis, tuple(range(self.ranks)))
+            _, ranks = self.emitter.mesh.span(self.axis, wanted.block)
+            coordinate = self.emitter.pick(self.axis, tuple(range(ranks)))
             return self._call(runtime.first_rank_only, node, coordinate)
         raise InternalError(f"no way from {self.have} to {wanted}; please report it")
 
@@ -129,11 +139,14 @@ class _Move:
         return self._call(aten.contiguous.default, node)
 
     def _all_reduce(self, node: fx.Node, have: Partial) -> fx.Node:
+        return self._reduced(node, have.op, self.group)
+
+    def _reduced(self, node: fx.Node, op: str, group: str) -> fx.Node:
         narrow = self.dtype == torch.bool
         if narrow:
             node = self._call(aten._to_copy.default, node, dtype=torch.uint8)
         reduced = self._wait(
-            self._call(collective.all_reduce.default, self._contiguous(node), have.op, self.group)
+            self._call(collective.all_reduce.default, self._contiguous(node), op, group)
         )
         if narrow:
             return self._call(aten._to_copy.default, reduced, dtype=torch.bool)
@@ -194,7 +207,11 @@ class _Move:
         return shape
 
     def _reduce_scatter(self, node: fx.Node, wanted: Shard) -> fx.Node:
-        """Sum over the ranks, each keeping its part; parts are padded to the largest."""
+        """Sum over the ranks, each keeping its part; parts are padded to the largest.
+
+        Where the parts repeat, ranks of one block sum and divide, then the blocks sum.
+        """
+        group, ranks = self.emitter.mesh.span(self.axis, len(wanted.units))
         dim, most = wanted.dim, max(wanted.units)
         if not most:
             return node
@@ -212,9 +229,12 @@ class _Move:
         scattered = self._wait(
             self._call(
                 collective.reduce_scatter_tensor.default,
-                self._contiguous(node), "sum", self.ranks, self.group,
+                self._contiguous(node), "sum", ranks, group,
             )
         )  # fmt: skip
+        if ranks != self.ranks:
+            for outer, _ in self.emitter.mesh.parts[:-1]:
+                scattered = self._reduced(scattered, "sum", outer)
         if even:
             return scattered
         own = self.emitter.pick(self.axis, wanted.units)

@@ -46,6 +46,37 @@ def first_rank_only(x: Tensor, coordinate: int) -> Tensor:
     return x if coordinate == 0 else torch.zeros_like(x)
 
 
+def own_rows(weight: Tensor, index: Tensor, first: int, rows: int) -> Tensor:
+    """Return the rows of an embedding that this rank has, and zeros for all others.
+
+    Args:
+        weight: This rank's rows [own, width].
+        index: Which rows, counted over all ranks.
+        first: Number of the first one this rank has.
+        rows: Number of rows over all ranks; an index outside is refused as on one device.
+    """
+    torch._assert_async(((index >= 0) & (index < rows)).all(), "embedding: index out of range")
+    local = index - first
+    is_elsewhere = (local < 0) | (local >= weight.shape[0])
+    if not weight.shape[0]:
+        return weight.new_zeros((*index.shape, weight.shape[1]))
+    found = torch.ops.aten.embedding.default(weight, local.masked_fill(is_elsewhere, 0))
+    return found.masked_fill(is_elsewhere.unsqueeze(-1), 0)
+
+
+def own_rows_backward(
+    gradient: Tensor, index: Tensor, first: int, own: int, padding: int
+) -> Tensor:
+    """Return the gradient of an embedding's rows [first, first + own)."""
+    local = index - first
+    is_dropped = (local < 0) | (local >= own) | (index == padding)
+    # What is dropped goes to one row more, which is cut off.
+    target = local.masked_fill(is_dropped, own)
+    return torch.ops.aten.embedding_dense_backward.default(gradient, target, own + 1, -1, False)[
+        :own
+    ]
+
+
 def _laid_out(x: Tensor, shape: list[int], strides: list[int]) -> Tensor:
     base = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
     return base.copy_(x)

@@ -196,7 +196,7 @@ def check(subject: Subject, placing: Placing, tally: Tally, rules: Rules) -> Non
         except (RuntimeError, ValueError, CaseError) as refused:
             raise Undrawable(f"eager refuses: {str(refused).splitlines()[0][:60]}") from refused
         captures = subject.captures()
-        for style in rules.styles:
+        for style in filter(placing.forms, rules.styles):
             tally.cells += 1
             try:
                 run = StyleRun(subject, style, placing, rules.passes, captures)
@@ -207,7 +207,7 @@ def check(subject: Subject, placing: Placing, tally: Tally, rules: Rules) -> Non
                     tally.refused[finding.place] += 1
                     tally.cells -= 1
                     continue
-                message = f"{style} on {placing.text}: {finding.what}\n{finding.detail}"
+                message = f"{style} on {placing.text(style)}: {finding.what}\n{finding.detail}"
                 raise Differs(message, finding) from failure
             tally.fallbacks.update(run.step.fallbacks)
     loud = [f > DETERMINED * rules.tolerance for step in floors for f in step.values()]

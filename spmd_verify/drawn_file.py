@@ -19,7 +19,7 @@ from typing import Final
 from spmd_verify.case import load_case
 from spmd_verify.drawn import DrawnModel, digest, loaded
 from spmd_verify.drawn_check import Differs, Finding, Rules, Tally, Undrawable, check
-from spmd_verify.drawn_style import STEPS, STYLES, Placing, StyleRun, Subject
+from spmd_verify.drawn_style import MODES, STEPS, STYLES, Placing, StyleRun, Subject
 from spmd_verify.record import Cell
 from spmd_verify.runner.jobs import judge_cell, run_cell, write_reference
 from spmd_verify.runner.specs import CaseSpec, CellSpec, JudgeRequest, ReferenceSpec, decode, encode
@@ -95,7 +95,7 @@ def _is_mismatch(cell: Cell | str) -> bool:
 def _command(name: str, finding: Finding, rules: Rules) -> str:
     return (
         f"spmd-verify run {name} --runner lockstep --dtype {rules.dtype} "
-        f"--styles {finding.style} --mesh {finding.placing.text}"
+        f"--styles {finding.style} --mesh {finding.placing.text(finding.style)}"
     )
 
 
@@ -108,7 +108,7 @@ def _docstring(seed: int, finding: Finding, survey: Survey, cell: Cell | str, co
     shown = values[-_FRAMES - 1 : -1] if is_crash else values
     fault = "raises an exception" if is_crash else "differs from one device"
     lines = [
-        f"{finding.style} on {finding.placing.text} {fault}.",
+        f"{finding.style} on {finding.placing.text(finding.style)} {fault}.",
         "",
         f"Drawn by spmd-verify {__version__} fuzz --seed {seed} on torch {torch.__version__}, "
         "and shrunk.",
@@ -168,7 +168,7 @@ def replay(
 
     Args:
         path: The file.
-        style: One of `STYLES`.
+        style: One of `STYLES` or `MODES`.
         placing: The mesh and the expand mode's placements.
         warm: Eager steps before the first compiled one.
         is_scheduled: Whether a step leaves other numbers in Python than it found.
@@ -192,8 +192,12 @@ def surveyed(drawn: DrawnModel, finding: Finding, rules: Rules, max_ranks: int =
     meshes = [*(m for m in meshes if m.sizes != placing.sizes), placing]
     with loaded(drawn, rules.dtype, STEPS + training.warm) as case:
         subject = Subject(case, training.warm, training.is_scheduled)
-        styles = {style: _fails(subject, placing, style, rules) for style in STYLES}
-        tried = {mesh.text: _fails(subject, mesh, finding.style, rules) for mesh in meshes}
+        every = filter(placing.forms, (*STYLES, *MODES))
+        styles = {style: _fails(subject, placing, style, rules) for style in every}
+        meshes = [mesh for mesh in meshes if mesh.forms(finding.style)]
+        tried = {
+            mesh.text(finding.style): _fails(subject, mesh, finding.style, rules) for mesh in meshes
+        }
         operator = _operator(subject, finding, rules)
     return Survey(
         tuple(style for style, fails in styles.items() if fails),
@@ -246,8 +250,10 @@ def checked(path: str, style: str, placing: Placing, dtype: str) -> Cell | str:
         with tempfile.TemporaryDirectory() as work, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             store = str(Path(work) / "store")
-            axes = axes_of(style, placing.mesh)
-            spec = CellSpec(case, style, placing.text, axes, store, True, 0.0)
+            asked = placing.mesh(style)
+            seen = axes_of(style, asked)
+            text, parts = placing.text(style), {} if seen == asked else asked
+            spec = CellSpec(case, style, text, seen, store, True, 0.0, parts=parts)
             write_reference(context, encode(ReferenceSpec(case, store)))
             part = run_cell(context, encode(spec))
             return decode(judge_cell(context, encode(JudgeRequest(spec, [part], 0.0))), Cell)

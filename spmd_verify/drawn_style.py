@@ -18,15 +18,28 @@ from torch.distributed.tensor import Replicate, Shard
 from spmd import lockstep
 from spmd.errors import InternalError, LayoutError, SpmdError
 from spmd.ops import check_value
-from spmd.parallel_mode import DataParallel, DTensorExpandMode
+from spmd.parallel_mode import (
+    DataParallel,
+    DTensorExpandMode,
+    HybridShard,
+    SequenceParallel,
+    TensorParallel,
+)
 from spmd.passes import default_passes
 from spmd_verify.case import LoadedCase
 from spmd_verify.trajectory import hyper_parameters
 
 STYLES: Final = ("replicate", "fully_shard", "default", "dtensor_expand")
+# Names of the mesh axes under each of the other modes, so that a mesh means the same on the
+# command line; the last ones where a mesh has fewer.
+MODES: Final = {
+    "spmd_hybrid": ("replicate", "shard"),
+    "spmd_tp": ("dp", "tp"),
+    "spmd_sp": ("dp", "sp"),
+    "spmd_dp_tp": ("dp", "tp"),
+}
 STEPS: Final = 2
-# Names of the mesh axes, so that a mesh means the same on the command line: the batch is split
-# over the first.
+# Likewise under `STYLES`: the batch is split over the first.
 AXES: Final = ("dp", "tp")
 
 Key = tuple[str, str]
@@ -58,15 +71,19 @@ class Placing:
     inputs: tuple[int, ...] | None = None
     named: bool = True
 
-    @property
-    def mesh(self) -> dict[str, int]:
-        """Return `{axis: ranks}`."""
-        return dict(zip(AXES, self.sizes, strict=False))
+    def forms(self, style: str) -> bool:
+        """Say whether a style has such a mesh: some need two axes, some are drawn on one."""
+        needs = {"spmd_hybrid": 2, "spmd_dp_tp": 2, "spmd_tp": 1}.get(style, 0)
+        return needs in (0, len(self.sizes))
 
-    @property
-    def text(self) -> str:
+    def mesh(self, style: str) -> dict[str, int]:
+        """Return `{axis: ranks}` under a style."""
+        names = MODES[style][-len(self.sizes) :] if style in MODES else AXES
+        return dict(zip(names, self.sizes, strict=False))
+
+    def text(self, style: str) -> str:
         """Return the mesh as `--mesh` takes it."""
-        return ",".join(f"{axis}={size}" for axis, size in self.mesh.items())
+        return ",".join(f"{axis}={size}" for axis, size in self.mesh(style).items())
 
 
 @dataclass(frozen=True)
@@ -146,14 +163,14 @@ class StyleRun:
 
         Args:
             subject: What is run.
-            style: One of `STYLES`.
+            style: One of `STYLES` or `MODES`.
             placing: The mesh and the expand mode's placements.
             passes: An extra last pass; how a fault is planted.
             captures: Shared with the other styles.
         """
         self.subject = subject
         mode = _mode(style, subject.case, placing, passes)
-        compiled = lockstep.compile(parallel_mode=mode, mesh=placing.mesh, captures=captures)
+        compiled = lockstep.compile(parallel_mode=mode, mesh=placing.mesh(style), captures=captures)
         self.step = compiled(subject.case.step)
         self.mesh_shape = self.step.mesh.sizes
         self.coordinates = self.step.mesh.coordinates()
@@ -212,12 +229,23 @@ def copied(model: nn.Module, optimizer: Any, result: Any) -> Values:
     return values
 
 
+_MODES: Final[dict[str, Any]] = {
+    "spmd_hybrid": HybridShard,
+    "spmd_tp": TensorParallel,
+    "spmd_sp": SequenceParallel,
+    "spmd_dp_tp": TensorParallel,
+}
+
+
 def _mode(style: str, case: LoadedCase, placing: Placing, passes: Passes | None) -> Any:
     custom = None if passes is None else (*default_passes(), passes)
     dims = {f"batch.{i}": dim for i, dim in enumerate(case.batch_dims)}
+    named: Any = dims if placing.named else 0
+    common: dict[str, Any] = {"mesh": placing.mesh(style), "custom_passes": custom}
+    if style in _MODES:
+        return _MODES[style](input_batch_dim=named, **common)
     if style != "dtensor_expand":
-        named: Any = dims if placing.named else 0
-        return DataParallel(style, input_batch_dim=named, mesh=placing.mesh, custom_passes=custom)
+        return DataParallel(style, input_batch_dim=named, **common)
     axes = len(placing.sizes)
     shapes = {name: p.shape for name, p in case.build_model().named_parameters()}
     sizes = {f"batch.{i}": leaf.shape for i, leaf in enumerate(case.batch(0))}
@@ -228,8 +256,7 @@ def _mode(style: str, case: LoadedCase, placing: Placing, passes: Passes | None)
         whole: list[Any] = [Replicate()] * axes
         inputs = {n: whole if d is None else [Shard(d), *whole[1:]] for n, d in dims.items()}
     return DTensorExpandMode(
-        custom,
-        mesh=placing.mesh,
+        **common,
         input_placements=inputs,
         parameter_placements=_placements(shapes, placing.parameters, axes),
     )

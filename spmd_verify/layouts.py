@@ -42,7 +42,8 @@ class Shard:
 
     Attributes:
         dim: Which.
-        units: Units of every rank of the axis, or empty for the rule of torch.chunk.
+        units: Units of every rank of the axis, or empty for the rule of torch.chunk; where
+            there are fewer than ranks, they repeat.
         outer: Repetitions of the split factor to its left.
         inner: Elements per unit.
     """
@@ -212,8 +213,10 @@ def region(
             if before != placement.split_factor:
                 raise _misfit(global_shape, layout, mesh_shape, "a strided shard of other axes")
         units = tuple(getattr(placement, "units", ()))
-        if units and len(units) != size:
+        if units and size % len(units):
             raise _misfit(global_shape, layout, mesh_shape, f"{len(units)} units, {size} ranks")
+        if units:
+            size, index = len(units), index % len(units)
         outer, inner = getattr(placement, "outer", 1), getattr(placement, "inner", 1)
         indices = getattr(placement, "indices", None)
         if indices is not None and splits[placement.dim]:

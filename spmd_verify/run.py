@@ -307,11 +307,14 @@ class _Run:
 
     def _spec(self, case: CaseSpec, style: str, mesh: MeshSpec, store_path: str) -> CellSpec:
         """Describe one cell."""
+        asked = mesh.resolve(style)
+        seen = axes_of(style, asked)
         return CellSpec(
             case=case,
             style=style,
             mesh=mesh.text(style),
-            axes=axes_of(style, mesh.resolve(style)),
+            axes=seen,
+            parts={} if seen == asked else asked,
             store_path=store_path,
             is_lockstep=self.options.runner == "lockstep",
             timeout_seconds=self.options.timeout_seconds,

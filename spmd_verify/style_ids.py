@@ -36,12 +36,10 @@ STYLES: Final[tuple[StyleId, ...]] = (
     StyleId("fully_shard", "engine", "parameters and optimizer state sharded, gathered for use"),
     StyleId("default", "engine", "shards what splits evenly, replicates the rest"),
     StyleId("dtensor_expand", "engine", "placements chosen node by node from the inputs'"),
-    StyleId(
-        "spmd_hybrid", "engine", "sharded inside, replicated outside", ("replicate", "shard"), False
-    ),
-    StyleId("spmd_tp", "engine", "weights split by a tensor-parallel plan", ("tp",), False),
-    StyleId("spmd_sp", "engine", "activations split along the sequence", ("sp",), False),
-    StyleId("spmd_dp_tp", "engine", "data and tensor parallel together", ("dp", "tp"), False),
+    StyleId("spmd_hybrid", "engine", "sharded inside, replicated outside", ("replicate", "shard")),
+    StyleId("spmd_tp", "engine", "weights split by a tensor-parallel plan", ("tp",)),
+    StyleId("spmd_sp", "engine", "activations split along the sequence", ("sp",)),
+    StyleId("spmd_dp_tp", "engine", "data and tensor parallel together", ("dp", "tp")),
     StyleId("ddp", "torch", "DistributedDataParallel"),
     StyleId("fsdp2", "torch", "fully_shard on one axis", ("fsdp",)),
     StyleId("hsdp", "torch", "fully_shard on two axes", ("replicate", "shard")),
@@ -230,5 +228,5 @@ def _names(pattern: str, style: StyleId) -> bool:
 
 
 def data_ranks(axes: Mapping[str, int]) -> int:
-    """Return over how many ranks a mesh divides the batch."""
-    return math.prod(size for axis, size in axes.items() if axis in DATA_AXES)
+    """Return over how many ranks a mesh divides the batch; `replicate_shard` joins two axes."""
+    return math.prod(size for axis, size in axes.items() if set(axis.split("_")) <= DATA_AXES)

@@ -93,6 +93,7 @@ def part_of(x: Tensor, layout: Layout, coordinate: tuple[int, ...]) -> Tensor:
             split = x.reshape(
                 *x.shape[:d], placement.outer, sum(placement.units), *x.shape[d + 1 :]
             )
+            index %= len(placement.units)  # fewer parts than ranks repeat
             own = split.narrow(d + 1, placement.offsets()[index], placement.units[index])
             x = own.reshape(*x.shape[:d], placement.local_sizes()[index], *x.shape[d + 1 :])
     return x

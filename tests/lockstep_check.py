@@ -130,6 +130,7 @@ def part_of(value: Tensor, layout: Layout, coordinate: tuple[int, ...]) -> Tenso
     for placement, index in zip(layout.placements, coordinate, strict=True):
         if isinstance(placement, Shard):
             dim, units = placement.dim, placement.units
+            index %= len(units)  # fewer parts than ranks repeat
             before, after = value.shape[:dim], value.shape[dim + 1 :]
             split = value.reshape(*before, placement.outer, sum(units), *after)
             own = split.narrow(dim + 1, sum(units[:index]), units[index])

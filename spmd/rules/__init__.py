@@ -4,6 +4,7 @@ from spmd.rules import (  # noqa: F401  (importing a family registers its rules)
     attention,
     ctc,
     cuts,
+    embedding,
     factory,
     indexing,
     joins,

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from spmd.layout import REPLICATE, Partial, Placement, ReduceOp, Shard
+from spmd.layout import REPLICATE, Layout, Partial, Placement, ReduceOp, Shard
 
 Label = Any
 Labels = Sequence[Label | None]
@@ -43,12 +43,14 @@ class Call:
             flattened arguments; None entries of lists are skipped.
         outputs: Its tensor outputs (fake, global shapes), None where a mask left one out.
         local_draws: Whether ranks may draw their own random numbers (`rng="local"`).
+        gradient: Where the result is to lie if it is a finished gradient.
     """
 
     node: fx.Node
     operands: tuple[Tensor, ...]
     outputs: tuple[Tensor | None, ...]
     local_draws: bool = False
+    gradient: Layout | None = None
 
     @property
     def target(self) -> Any:

@@ -14,25 +14,6 @@ from spmd.rules.iota import counting_dim
 aten = torch.ops.aten
 
 
-@rule(aten.embedding.default)
-def _embedding(call: Call) -> Rule:
-    index = call.operands[1]
-    free = [f"i{d}" for d in range(index.dim())]
-    return DimRule([[None, "d"], free], [[*free, "d"]], linear=(frozenset((0,)),))
-
-
-@rule(aten.embedding_dense_backward.default)
-def _embedding_backward(call: Call) -> Rule:
-    index = call.operands[1]
-    if call.argument("scale_grad_by_freq"):
-        # Counts over the whole batch divide each row: no part knows them.
-        return DimRule([[None] * index.dim() + ["d"], [None] * index.dim()], [[None, "d"]])
-    free = [f"i{d}" for d in range(index.dim())]
-    return DimRule(
-        [[*free, "d"], free], [[None, "d"]], dict.fromkeys(free, "sum"), (frozenset((0,)),)
-    )
-
-
 @rule(aten.gather.default)
 def _gather(call: Call) -> Rule:
     x, index = call.operands

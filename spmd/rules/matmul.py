@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 
-from spmd.rules.base import Call, DimRule, Rule, aligned, rule
+from spmd.layout import Partial, Shard
+from spmd.rules.base import Call, Candidate, DimRule, Rule, aligned, rule
 
 aten = torch.ops.aten
 _EITHER = (frozenset((0,)), frozenset((1,)))
@@ -35,11 +39,41 @@ def _outer(call: Call) -> Rule:
     return DimRule([["m"], ["n"]], [["m", "n"]], linear=_EITHER)
 
 
+class _Added(DimRule):
+    """beta * input + alpha * (left @ right).
+
+    The contracted dim gives a partial sum, to which each rank would add the input: that has
+    to be a partial sum too, of which a replicated one counts on the first rank only.
+    """
+
+    def candidates(self, call: Call, placements: Any, num_ranks: int) -> Iterable[Candidate]:
+        """Yield the free dims, and the contracted dim beside an input that is a partial sum."""
+        yield from super().candidates(call, placements, num_ranks)
+        for placement in _contracted(self.inputs, placements):
+            product = tuple(placement.moved(labels.index("k")) for labels in self.inputs[1:])
+            yield Candidate((Partial("sum"), *product), (Partial("sum"),))
+
+    def emit(self, emitter: Any, call: Call, args: Any, kwargs: Any, layouts: Any) -> Any:
+        """Emit the product; a rank with nothing to contract still adds its share of the input."""
+        if any(isinstance(placement, Partial) for placement in layouts[0].placements):
+            return emitter.call(call.target, args, kwargs)
+        return super().emit(emitter, call, args, kwargs, layouts)
+
+
+def _contracted(labels: Any, placements: Any) -> dict[Shard, None]:
+    """Return the splits of the contracted dim that a factor of the product has, as of dim 0."""
+    return {
+        placement.moved(0): None
+        for own, forms in zip(labels[1:], placements[1:], strict=True)
+        for placement in forms
+        if isinstance(placement, Shard) and own[placement.dim] == "k"
+    }
+
+
 def _added(call: Call, left: list[str], right: list[str], out: list[str]) -> Rule:
-    """beta * input + alpha * (left @ right); the contracted dim would add input per rank."""
     bias = aligned(call.operands[0].shape, len(out), call.outputs[0].shape)  # type: ignore[union-attr]
     labels = [None if i is None else out[i] for i in bias]
-    return DimRule([labels, left, right], [out])
+    return _Added([labels, left, right], [out])
 
 
 @rule(aten.addmm.default)

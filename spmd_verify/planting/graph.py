@@ -6,6 +6,7 @@ axis, and `coordinate_<axis>` is this rank's index on it (docs/design.md 2.4).
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -39,10 +40,19 @@ _OPERATORS: Final = {
 class GraphPlanting:
     """Transformation of a local graph."""
 
-    def __init__(self, fault: Fault, axes: Mapping[str, int]) -> None:
-        """Remember what to plant; `DRY_RUN` and state faults leave the graph alone."""
+    def __init__(
+        self, fault: Fault, axes: Mapping[str, int], parts: Mapping[str, int] | None = None
+    ) -> None:
+        """Remember what to plant; `DRY_RUN` and state faults leave the graph alone.
+
+        Args:
+            fault: What to plant.
+            axes: The mesh as the graph sees it.
+            parts: The axes that it joins to one, outer first.
+        """
         self._fault = fault
         self._axes = axes
+        self._parts = dict(parts or {})
         self._listed: list[Collective] = []
         # Of the dry run, by collective and tensor: bytes, rows, whether it rounds.
         self._payloads: dict[int, dict[int, tuple[int, int, bool]]] = {}
@@ -116,7 +126,7 @@ class GraphPlanting:
                     operator=kind,
                     axis=axis,
                     nth=counts[kind, axis],
-                    size=self._axes[axis],
+                    size=self._parts[axis] if axis in self._parts else self._axes[axis],
                     reduction=str(node.args[1]) if kind in ("all_reduce", "reduce_scatter") else "",
                     line=_user_line(node),
                     ranks=list(range(len(mesh_coordinates(self._axes)))),
@@ -171,11 +181,23 @@ class GraphPlanting:
         if collective.operator == "all_gather":
             return graph.call_function(aten.cat.default, ([source] * size,))
         if collective.operator == "reduce_scatter":
-            own = graph.create_node("get_attr", f"coordinate_{collective.axis}")
+            own = self._coordinate(graph, collective.axis)
             parts = graph.call_function(aten.chunk.default, (source, size))
             part = graph.call_function(operator.getitem, (parts, own))
             return graph.call_function(aten.clone.default, (part,))
         return graph.call_function(aten.clone.default, (source,))
+
+    def _coordinate(self, graph: fx.Graph, axis: str) -> fx.Node:
+        """Make this rank's index on an axis, or on a part of the only one."""
+        if axis in self._axes:
+            return graph.create_node("get_attr", f"coordinate_{axis}")
+        (joined,) = self._axes
+        inner = list(self._parts)[list(self._parts).index(axis) + 1 :]
+        own = graph.create_node("get_attr", f"coordinate_{joined}")
+        block = graph.call_function(
+            operator.floordiv, (own, math.prod(self._parts[each] for each in inner))
+        )
+        return graph.call_function(operator.mod, (block, self._parts[axis]))
 
 
 def _resend(graph: fx.Graph, node: fx.Node, change: Callable[[int, fx.Node], fx.Node]) -> None:

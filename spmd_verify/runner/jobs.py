@@ -224,6 +224,7 @@ def _style_context(context: Context, spec: CellSpec) -> StyleContext:
         device=torch.device(context.device_type),
         is_lockstep=spec.is_lockstep,
         shared=context.cache.setdefault("shared", {}),
+        parts=spec.parts,
     )
 
 

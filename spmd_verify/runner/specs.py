@@ -151,6 +151,7 @@ class CellSpec(msgspec.Struct, frozen=True):
         style: A name that `styles.find` knows.
         mesh: The mesh as records hold it, `dp=2,tp=2`.
         axes: Mesh axes in mesh order as the style sees them, `{name: ranks}`.
+        parts: The axes that were asked for, where the style sees them as one.
         store_path: Where the reference is.
         is_lockstep: Whether one process holds all ranks.
         timeout_seconds: Time limit of the cell.
@@ -175,6 +176,7 @@ class CellSpec(msgspec.Struct, frozen=True):
     ties_path: str = ""
     feeding: Feeding | None = None
     resume: Resume | None = None
+    parts: dict[str, int] = {}
 
     @property
     def num_ranks(self) -> int:

@@ -22,6 +22,10 @@ _HOMES: Final[dict[str, str]] = {
     "fully_shard": "spmd_verify.styles.graph:FULLY_SHARD",
     "default": "spmd_verify.styles.graph:DEFAULT",
     "dtensor_expand": "spmd_verify.styles.graph:DTENSOR_EXPAND",
+    "spmd_hybrid": "spmd_verify.styles.graph:HYBRID",
+    "spmd_tp": "spmd_verify.styles.graph:TENSOR",
+    "spmd_sp": "spmd_verify.styles.graph:SEQUENCE",
+    "spmd_dp_tp": "spmd_verify.styles.graph:DATA_TENSOR",
     "ddp": "spmd_verify.styles.torch_ddp:STYLE",
     "fsdp2": "spmd_verify.styles.torch_fsdp:STYLE",
     "hsdp": "spmd_verify.styles.torch_fsdp:HYBRID",
@@ -37,8 +41,8 @@ _HOMES: Final[dict[str, str]] = {
 }
 
 
-# The engine uses a mesh of several axes as one under these (`spmd.DataParallel`).
-_ONE_AXIS: Final = frozenset({"replicate", "fully_shard", "default"})
+# The engine uses a mesh of several axes as one under these (`spmd.DataParallel`, `HybridShard`).
+_ONE_AXIS: Final = frozenset({"replicate", "fully_shard", "default", "spmd_hybrid"})
 
 
 def axes_of(name: str, axes: Mapping[str, int]) -> dict[str, int]:

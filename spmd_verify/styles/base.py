@@ -33,6 +33,8 @@ class StyleContext:
         is_lockstep: Whether this process holds every rank.
         shared: Kept between the cells of one case in this process, for what styles can
             use again, such as a captured step; keys begin with the style's module.
+        parts: The axes that `axes` joins to one, `{name: ranks}`, outer first; empty where the
+            style sees the mesh as it was asked for.
         cell: Kept between the builds of one cell in this process; see `kept`.
         stopwatch: Where the cell's time goes; a style that captures a step says so here.
     """
@@ -43,6 +45,7 @@ class StyleContext:
     is_lockstep: bool
     shared: MutableMapping[str, Any] = field(default_factory=dict)
     cell: MutableMapping[str, Any] = field(default_factory=dict)
+    parts: Mapping[str, int] = field(default_factory=dict)
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
 
     def kept(self, key: str, make: Callable[[], Any]) -> Any:

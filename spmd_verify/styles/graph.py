@@ -1,6 +1,6 @@
 """The engine's own modes as styles: one captured step, partitioned for the mesh.
 
-The only module besides the lockstep runner that imports `spmd`. In processes every rank
+Which mode a style is stands in `graph_modes.py`. In processes every rank
 compiles and runs its part with real collectives; in lockstep one compiled step holds the
 parts of all ranks. Both show `Placed` values, so the rest is the same.
 """
@@ -17,8 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch.distributed.tensor import Replicate as TorchReplicate
-from torch.distributed.tensor import Shard as TorchShard
 from torch.utils import _pytree as pytree
 
 import spmd
@@ -32,6 +30,7 @@ from spmd_verify.garbage import collecting_later
 from spmd_verify.layouts import is_partial, reduce_op
 from spmd_verify.observe import observed
 from spmd_verify.stepped import labels
+from spmd_verify.styles import graph_modes as modes
 from spmd_verify.styles.base import Observation, Observed, StyleContext
 from spmd_verify.styles.switches import recompute_blocks, refuse_compile, refuse_policy
 from spmd_verify.training_step import evaluation, evaluation_mode
@@ -45,7 +44,6 @@ from spmd_verify.trajectory import (
     optimizers_of,
 )
 
-ModeFactory = Callable[[LoadedCase, StyleContext, Any], spmd.ParallelMode]
 Transformation = Callable[[fx.GraphModule], fx.GraphModule]
 
 _SHARED = "spmd_verify.styles.graph"
@@ -66,7 +64,7 @@ class GraphStyle:
     """
 
     name: str
-    mode: ModeFactory
+    mode: modes.ModeFactory
     transformation: Transformation | None = None
     decisions: Transformation | None = None
     runners: frozenset[str] = frozenset({"processes", "lockstep"})
@@ -171,7 +169,7 @@ class GraphRun:
             "fallbacks": self.compiled.fallbacks,
             "collectives": self.compiled.collectives,
             "captures": self.compiled.captures,
-            "notes": self.notes,
+            "notes": [*self.notes, *modes.notes_of(self.mode)],
         }
 
     def _compile(
@@ -180,9 +178,11 @@ class GraphRun:
         """Compile a step under the style's mode for the context's runner."""
         with _refusals():
             mode = self.context.kept(f"{what} mode", lambda: self._mode(what))
+            if what == "training":
+                self.mode = mode
             compiled: CompiledStep
             if self.context.is_lockstep:
-                lockstep = spmd.lockstep.compile(parallel_mode=mode, mesh=self.mesh)
+                lockstep = spmd.lockstep.compile(parallel_mode=mode, mesh=mode.mesh)
                 compiled = lockstep(step)
             else:
                 compiled = spmd.compile(parallel_mode=mode, batch="global")(step)
@@ -278,6 +278,11 @@ class _OncePerGraph(spmd.ParallelMode):
             self._final[id(gm)] = final
         return self._final[id(gm)]
 
+    @property
+    def split(self) -> Any:
+        """What the mode derived, for the notes."""
+        return getattr(self._inner, "split", None)
+
 
 class _Shared:
     """Captured steps that the builds of one case in this process share.
@@ -344,49 +349,11 @@ def _state_name(name: str, owners: list[str]) -> str:
     return f"{owner}.{key}" + "".join(f"[{part}]" for part in rest)
 
 
-def _batch_dims(case: LoadedCase) -> dict[str, int | None]:
-    """Return the batch dim of every tensor argument by the engine's name for it."""
-    keyed, _ = pytree.tree_flatten_with_path(case.batch(0))
-    names = [_engine_name(path) for path, leaf in keyed if isinstance(leaf, Tensor)]
-    dims = [
-        dim
-        for (_, leaf), dim in zip(keyed, case.batch_dims, strict=True)
-        if isinstance(leaf, Tensor)
-    ]
-    return dict(zip(names, dims, strict=True))
-
-
-def _engine_name(path: tuple[Any, ...]) -> str:
-    """Return the engine's name of a leaf of the argument `batch`: `batch.0`, `batch.x`."""
-    parts = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))) for key in path]
-    return ".".join(["batch", *map(str, parts)])
-
-
-def _data_parallel(kind: str) -> ModeFactory:
-    """Return the factory of one data-parallel style."""
-
-    def mode(case: LoadedCase, _context: StyleContext, mesh: Any) -> spmd.ParallelMode:
-        return spmd.DataParallel(kind, input_batch_dim=_batch_dims(case), mesh=mesh)
-
-    return mode
-
-
-def _dtensor_expand(case: LoadedCase, context: StyleContext, mesh: Any) -> spmd.ParallelMode:
-    """Return the expand mode: the batch split over the data axes, parameters whole."""
-    keyed, _ = pytree.tree_flatten_with_path(case.batch(0))
-    axes = tuple(context.axes)
-    declared = case.sharding(axes)
-    placements: dict[str, Any] = {}
-    for (path, leaf), argument in zip(keyed, case.leaf_paths, strict=True):
-        if isinstance(leaf, Tensor):
-            dims = [declared[argument][axis] for axis in axes]
-            placements[_engine_name(path)] = [
-                TorchReplicate() if dim is None else TorchShard(dim) for dim in dims
-            ]
-    return spmd.DTensorExpandMode(mesh=mesh, input_placements=placements)
-
-
-REPLICATE = GraphStyle("replicate", _data_parallel("replicate"))
-FULLY_SHARD = GraphStyle("fully_shard", _data_parallel("fully_shard"))
-DEFAULT = GraphStyle("default", _data_parallel("default"))
-DTENSOR_EXPAND = GraphStyle("dtensor_expand", _dtensor_expand)
+REPLICATE = GraphStyle("replicate", modes.data_parallel("replicate"))
+FULLY_SHARD = GraphStyle("fully_shard", modes.data_parallel("fully_shard"))
+DEFAULT = GraphStyle("default", modes.data_parallel("default"))
+DTENSOR_EXPAND = GraphStyle("dtensor_expand", modes.dtensor_expand)
+HYBRID = GraphStyle("spmd_hybrid", modes.hybrid_shard)
+TENSOR = GraphStyle("spmd_tp", modes.tensor_parallel)
+SEQUENCE = GraphStyle("spmd_sp", modes.sequence_parallel)
+DATA_TENSOR = GraphStyle("spmd_dp_tp", modes.data_and_tensor_parallel)
