@@ -17,7 +17,7 @@ from spmd_verify.errors import InternalError, SpmdVerifyError
 from spmd_verify.exit_codes import INTERNAL, INTERRUPTED, PASSED, WRONG_USE
 from spmd_verify.mesh_spec import parse_mesh, parse_sweep
 from spmd_verify.options import FuzzOptions, Options
-from spmd_verify.style_ids import STYLES
+from spmd_verify.style_ids import ENTRY_POINTS, STYLES, plugins
 from spmd_verify.variants import KEYS, Variants
 
 
@@ -200,14 +200,18 @@ def _list(addresses: Sequence[str], options: Options) -> int:
 
 
 def _styles(arguments: argparse.Namespace, words: list[str]) -> int:
-    """Print every style with its group and axes."""
+    """Print every style with its group, its axes, what it does and what it needs."""
     del arguments, words
-    width = max(len(style.name) for style in STYLES)
-    for style in STYLES:
+    known = (*STYLES, *plugins())
+    width = max(len(style.name) for style in known)
+    for style in known:
         axes = ",".join(style.axes)
-        later = "" if style.available else " (not yet)"
-        print(f"{style.name:<{width}}  {style.group:<6}  {axes:<15}  {style.text}{later}")
-    print("groups: engine, torch, user, all; user styles come from parallelize_NAME in the file")
+        needs = f"; needs {style.needs}" if style.needs else ""
+        print(f"{style.name:<{width}}  {style.group:<6}  {axes:<18}  {style.text}{needs}")
+    print(
+        "groups: engine, torch, plugin, user, all; user styles come from parallelize_NAME in the "
+        f"file, plugins from the entry points {ENTRY_POINTS}"
+    )
     return PASSED
 
 

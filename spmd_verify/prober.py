@@ -27,7 +27,7 @@ from spmd_verify.runner.specs import (
     decode,
     encode,
 )
-from spmd_verify.style_ids import TORCH
+from spmd_verify.style_ids import ENGINE
 from spmd_verify.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Prober:
         if self.is_pointless:
             return False
         asked = self.run.options.probe
-        return style in (*TORCH, *self.report.user_styles) if asked is None else asked
+        return style not in ENGINE if asked is None else asked
 
     def _ready(self) -> bool:
         """Make the reference once; say whether there is one."""

@@ -4,9 +4,11 @@ A pattern is an id, an alias, a group (`engine`, `torch`, `user`, `all`) or a gl
 """
 
 import fnmatch
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import Final
 
 from spmd_verify.errors import CaseError, UsageError, choices_text
@@ -18,18 +20,21 @@ class StyleId:
 
     Attributes:
         name: What `--styles` and records call it.
-        group: `engine` or `torch`.
+        group: `engine`, `torch` or `plugin`.
         text: What it does, one line.
         axes: Mesh axes it uses, in mesh order; the first is the axis of a bare `--mesh 4`.
-        available: False where this version knows the name but cannot run it yet.
+        needs: What of the model or the batch, besides the mesh; empty for nothing.
     """
 
     name: str
     group: str
     text: str
     axes: tuple[str, ...] = ("dp",)
-    available: bool = True
+    needs: str = ""
 
+
+_EVEN: Final = "a batch that the data axes divide"
+_LAYERS: Final = "Linear or Embedding layers"
 
 STYLES: Final[tuple[StyleId, ...]] = (
     StyleId("replicate", "engine", "parameters whole on every rank, gradients all-reduced"),
@@ -37,25 +42,42 @@ STYLES: Final[tuple[StyleId, ...]] = (
     StyleId("default", "engine", "shards what splits evenly, replicates the rest"),
     StyleId("dtensor_expand", "engine", "placements chosen node by node from the inputs'"),
     StyleId("spmd_hybrid", "engine", "sharded inside, replicated outside", ("replicate", "shard")),
-    StyleId("spmd_tp", "engine", "weights split by a tensor-parallel plan", ("tp",)),
-    StyleId("spmd_sp", "engine", "activations split along the sequence", ("sp",)),
-    StyleId("spmd_dp_tp", "engine", "data and tensor parallel together", ("dp", "tp")),
-    StyleId("ddp", "torch", "DistributedDataParallel"),
-    StyleId("fsdp2", "torch", "fully_shard on one axis", ("fsdp",)),
-    StyleId("hsdp", "torch", "fully_shard on two axes", ("replicate", "shard")),
-    StyleId("tp", "torch", "parallelize_module, column and row wise", ("tp",)),
-    StyleId("sp", "torch", "tensor parallel with sequence-sharded norms", ("sp",)),
-    StyleId("cp", "torch", "context parallel attention", ("cp",)),
-    StyleId("pp", "torch", "pipeline stages", ("pp",)),
-    StyleId("ep", "torch", "experts spread over ranks", ("ep",)),
-    StyleId("zero1", "torch", "DistributedDataParallel with ZeroRedundancyOptimizer"),
-    StyleId("fsdp2+tp", "torch", "fully_shard over what tp has split", ("dp", "tp")),
-    StyleId("ddp+pp", "torch", "DistributedDataParallel of every stage", ("dp", "pp")),
+    StyleId("spmd_tp", "engine", "weights split by a tensor-parallel plan", ("tp",), _LAYERS),
+    StyleId("spmd_sp", "engine", "activations split along the sequence", ("sp",), "no conv net"),
+    StyleId("spmd_dp_tp", "engine", "data and tensor parallel together", ("dp", "tp"), _LAYERS),
+    StyleId("ddp", "torch", "DistributedDataParallel", ("dp",), _EVEN),
+    StyleId("fsdp2", "torch", "fully_shard on one axis", ("fsdp",), _EVEN),
+    StyleId("hsdp", "torch", "fully_shard on two axes", ("replicate", "shard"), _EVEN),
+    StyleId("tp", "torch", "parallelize_module, column and row wise", ("tp",), _LAYERS),
+    StyleId(
+        "sp", "torch", "tensor parallel with sequence-sharded norms", ("sp",), f"{_LAYERS}, norms"
+    ),
+    StyleId("cp", "torch", "attention with the sequence over the ranks", ("cp",), "attention"),
+    StyleId("pp", "torch", "pipeline stages", ("pp",), "a chain of as many blocks as stages"),
+    StyleId("ep", "torch", "experts over the ranks, tokens by all-to-all", ("ep",), "experts"),
+    StyleId(
+        "zero1", "torch", "DistributedDataParallel with ZeroRedundancyOptimizer", ("dp",), _EVEN
+    ),
+    StyleId(
+        "fsdp2+tp",
+        "torch",
+        "fully_shard over what tp has split",
+        ("dp", "tp"),
+        f"{_LAYERS}, {_EVEN}",
+    ),
+    StyleId(
+        "ddp+pp",
+        "torch",
+        "DistributedDataParallel of every stage",
+        ("dp", "pp"),
+        f"a chain of blocks, {_EVEN}",
+    ),
     StyleId(
         "hsdp+tp",
         "torch",
         "fully_shard on two axes over what tp has split",
         ("replicate", "shard", "tp"),
+        f"{_LAYERS}, {_EVEN}",
     ),
 )
 
@@ -70,13 +92,11 @@ ALIASES: Final[dict[str, str]] = {
     "expert_parallel": "ep",
 }
 
-GROUPS: Final[tuple[str, ...]] = ("engine", "torch", "user", "all")
-ENGINE: Final[tuple[str, ...]] = tuple(
-    style.name for style in STYLES if style.group == "engine" and style.available
-)
-TORCH: Final[tuple[str, ...]] = tuple(
-    style.name for style in STYLES if style.group == "torch" and style.available
-)
+GROUPS: Final[tuple[str, ...]] = ("engine", "torch", "plugin", "user", "all")
+ENTRY_POINTS: Final = "spmd_verify.styles"
+"""Third parties add styles under this group of entry points, `name = package.module:STYLE`."""
+ENGINE: Final[tuple[str, ...]] = tuple(style.name for style in STYLES if style.group == "engine")
+TORCH: Final[tuple[str, ...]] = tuple(style.name for style in STYLES if style.group == "torch")
 DATA_AXES: Final[frozenset[str]] = frozenset({"dp", "fsdp", "replicate", "shard"})
 _AXIS_TOKENS: Final[tuple[str, ...]] = ("dp", "tp", "sp", "pp", "ep", "cp", "fsdp")
 # What a token of a style's name says of it.
@@ -119,8 +139,11 @@ def axis_names(style: str, count: int) -> tuple[str, ...]:
 
 def _own_axes(style: str) -> tuple[str, ...]:
     """Return the axes in a style's list, or those in its name as whole tokens."""
-    if style in _BY_NAME:
-        return _BY_NAME[style].axes
+    return _BY_NAME[style].axes if style in _BY_NAME else _named_axes(style)
+
+
+def _named_axes(style: str) -> tuple[str, ...]:
+    """Return the axes that stand in a name as whole tokens, in order."""
     return tuple(dict.fromkeys(token for token in _tokens(style) if token in _AXIS_TOKENS))
 
 
@@ -181,14 +204,14 @@ def select(patterns: Sequence[str], user_styles: Sequence[str] = ()) -> tuple[st
         user_styles: Names that the case file brings.
 
     Raises:
-        UsageError: `unknown-style` where a pattern names nothing; `style-not-yet` where
-            it names only styles that this version cannot run.
+        UsageError: `unknown-style` where a pattern names nothing; `style-name-taken` where a
+            third party's style is called like another.
     """
     wanted = list(patterns) or ["engine", *(["user"] if user_styles else [])]
     chosen: set[str] = set()
     for pattern in wanted:
         chosen.update(_matches(_canonical(pattern), user_styles))
-    order = [style.name for style in STYLES] + list(user_styles)
+    order = [style.name for style in (*STYLES, *plugins())] + list(user_styles)
     return tuple(name for name in order if name in chosen)
 
 
@@ -196,25 +219,41 @@ def _matches(pattern: str, user_styles: Sequence[str]) -> list[str]:
     """Return the runnable ids that one pattern names."""
     if pattern == "user":
         return list(user_styles)
-    named = [style for style in STYLES if _names(pattern, style)]
-    found = [style.name for style in named if style.available]
+    known = (*STYLES, *plugins())
+    found = [style.name for style in known if _names(pattern, style)]
     if pattern == "all":
         return found + list(user_styles)
     found += [name for name in user_styles if fnmatch.fnmatchcase(name, pattern)]
-    if found:
+    if found or pattern in GROUPS:
         return found
-    if named:
-        raise UsageError(
-            f"Style cannot be run yet: {pattern!r}. It is planned, not part of this version. "
-            f"Use one of {', '.join(ENGINE)}",
-            slug="style-not-yet",
-        )
-    names = [*(style.name for style in STYLES if style.available), *user_styles, *GROUPS]
+    names = [*(style.name for style in known), *user_styles, *GROUPS]
     raise UsageError(
         f"Unknown style: --styles {pattern!r}; {choices_text(pattern, names)}. "
         f"`spmd-verify styles` lists all of them",
         slug="unknown-style",
     )
+
+
+@functools.cache
+def plugins() -> tuple[StyleId, ...]:
+    """Return the styles that installed packages bring; nothing of theirs is imported.
+
+    Raises:
+        UsageError: `style-name-taken`.
+    """
+    found: dict[str, StyleId] = {}
+    for entry in entry_points(group=ENTRY_POINTS):
+        package = entry.dist.name if entry.dist is not None else entry.value
+        if entry.name in _BY_NAME or entry.name in found:
+            raise UsageError(
+                f"Two styles have one name: {entry.name!r} of the package {package} is called "
+                f"like another. Expected a name of its own. Uninstall {package} or ask for another "
+                f"name of its entry point in the group {ENTRY_POINTS}",
+                slug="style-name-taken",
+            )
+        axes = _named_axes(entry.name) or ("dp",)
+        found[entry.name] = StyleId(entry.name, "plugin", f"of the package {package}", axes)
+    return tuple(found.values())
 
 
 def _canonical(pattern: str) -> str:

@@ -96,14 +96,12 @@ def test_no_arguments_print_the_help_and_exit_2(capsys: pytest.CaptureFixture[st
     assert "usage: spmd-verify" in capsys.readouterr().out
 
 
-def test_styles_lists_every_id_and_marks_what_is_planned(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_styles_lists_every_id_with_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["styles"]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
-    assert "(not yet)" not in lines["fully_shard"]
-    assert "(not yet)" not in lines["ddp"]
-    assert "(not yet)" in lines["spmd_sp"]
+    assert "replicate,shard,tp" in lines["hsdp+tp"]
+    assert lines["ep"].endswith("needs experts")
+    assert "needs" not in lines["replicate"]
 
 
 def test_schema_prints_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,12 +27,10 @@ def test_an_unknown_style_names_the_nearest() -> None:
     assert caught.value.slug == "unknown-style"
 
 
-@pytest.mark.parametrize("pattern", ["fsdp2+tp", "tensor_parallel", "spmd_*"])
-def test_a_planned_style_is_refused_by_name(pattern: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        select([pattern])
-
-    assert caught.value.slug == "style-not-yet"
+def test_aliases_are_known_inside_combinations_too() -> None:
+    assert select(["fully_sharded_data_parallel+tensor_parallel"]) == ("fsdp2+tp",)
+    assert select(["spmd_*"]) == ("spmd_hybrid", "spmd_tp", "spmd_sp", "spmd_dp_tp")
+    assert select(["plugin"]) == ()
 
 
 @pytest.mark.parametrize(

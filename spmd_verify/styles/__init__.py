@@ -9,13 +9,11 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Final
 
 from spmd_verify.errors import Unsupported
+from spmd_verify.style_ids import ENTRY_POINTS
 
 if TYPE_CHECKING:
     from spmd_verify.case import LoadedCase
     from spmd_verify.styles.base import Style
-
-ENTRY_POINT_GROUP: Final = "spmd_verify.styles"
-"""Third parties add styles under this group of entry points, `name = package.module:STYLE`."""
 
 _HOMES: Final[dict[str, str]] = {
     "replicate": "spmd_verify.styles.graph:REPLICATE",
@@ -57,7 +55,7 @@ def find(name: str, case: LoadedCase | None = None) -> Style:
     `package.module:STYLE`.
 
     Raises:
-        Unsupported: `style-not-yet`, where this version knows no such style.
+        Unsupported: `unknown-style`, where there is no such style.
     """
     if case is not None and name in case.user_styles:
         from spmd_verify.styles.user import user_style
@@ -67,11 +65,12 @@ def find(name: str, case: LoadedCase | None = None) -> Style:
     if home is None and ":" in name:
         home = name
     if home is None:
-        found = [entry for entry in entry_points(group=ENTRY_POINT_GROUP) if entry.name == name]
+        found = [entry for entry in entry_points(group=ENTRY_POINTS) if entry.name == name]
         if not found:
             raise Unsupported(
-                f"Style cannot be run yet: {name!r}. This version runs {', '.join(_HOMES)}",
-                slug="style-not-yet",
+                f"Unknown style: {name!r}. Expected one of {', '.join(_HOMES)}, or a name that "
+                f"an installed package has in the group {ENTRY_POINTS}",
+                slug="unknown-style",
             )
         home = found[0].value
     module, _, attribute = home.partition(":")
