@@ -13,7 +13,7 @@ def test_the_default_is_the_engine_and_the_files_own_styles() -> None:
 
 def test_ids_groups_globs_and_user_styles_keep_the_tables_order() -> None:
     assert select(["default", "replicate"]) == ("replicate", "default")
-    assert select(["f*"]) == ("fully_shard", "fsdp2")
+    assert select(["f*"]) == ("fully_shard", "fsdp2", "fsdp2+tp")
     assert select(["torch"]) == TORCH
     assert select(["user"], ["b", "a"]) == ("b", "a")
     assert select(["all"], ["mine"]) == (*ENGINE, *TORCH, "mine")
