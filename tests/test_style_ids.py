@@ -5,7 +5,7 @@ import pytest
 from spmd_verify.errors import CaseError, UsageError
 from spmd_verify.style_ids import ENGINE, axis_name, bare_mesh, check_user_styles, select
 
-TORCH = ("ddp", "fsdp2", "hsdp")
+TORCH = ("ddp", "fsdp2", "hsdp", "tp", "sp", "fsdp2+tp", "hsdp+tp")
 
 
 def test_the_default_is_the_engine_and_the_files_own_styles() -> None:
@@ -15,7 +15,7 @@ def test_the_default_is_the_engine_and_the_files_own_styles() -> None:
 
 def test_ids_groups_globs_and_user_styles_keep_the_tables_order() -> None:
     assert select(["default", "replicate"]) == ("replicate", "default")
-    assert select(["f*"]) == ("fully_shard", "fsdp2")
+    assert select(["f*"]) == ("fully_shard", "fsdp2", "fsdp2+tp")
     assert select(["torch"]) == TORCH
     assert select(["user"], ["b", "a"]) == ("b", "a")
     assert select(["all"], ["mine"]) == (*ENGINE, *TORCH, "mine")
@@ -29,7 +29,7 @@ def test_an_unknown_style_names_the_nearest() -> None:
     assert caught.value.slug == "unknown-style"
 
 
-@pytest.mark.parametrize("pattern", ["zero1", "fsdp2+tp", "tensor_parallel", "spmd_*"])
+@pytest.mark.parametrize("pattern", ["zero1", "pipeline_parallel", "spmd_*"])
 def test_a_planned_style_is_refused_by_name(pattern: str) -> None:
     with pytest.raises(UsageError) as caught:
         select([pattern])
