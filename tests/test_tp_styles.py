@@ -5,11 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from test_run import Events
+from torch import Tensor, nn
 
 from spmd_verify import run
+from spmd_verify.case import load_case
+from spmd_verify.errors import CaseError
 from spmd_verify.options import Options, parse_mesh
 from spmd_verify.record import Cell
+from spmd_verify.styles.tp_derive import Entry, agreed
+from spmd_verify.styles.tp_plans import user_plan
+from spmd_verify.styles.tp_trial import can_stay_split, is_tokenwise, linear_of
+from spmd_verify.styles.tp_watch import Call, watching
 
 HEAD = "import torch\nfrom torch import nn\nfrom torch.nn import functional as F\n\n"
 
@@ -205,7 +213,7 @@ def test_a_conv_net_has_nothing_to_split(cells: Cells) -> None:
 
 @pytest.mark.dist
 def test_four_ranks(tmp_path: Path) -> None:
-    found = _verified(tmp_path, {"odd": ODD}, ("tp", "sp"), "4")
+    found = _verified(tmp_path, {"odd": ODD}, ("sp",), "4")
     # fully_shard leaves the root's parameters gathered after forward and the penalty meets both.
     (penalty,) = (line for line in ODD.splitlines() if "0.01" in line)
     files = {"clipped": ODD.replace(penalty, ""), "planned": PLANNED}
@@ -215,3 +223,122 @@ def test_four_ranks(tmp_path: Path) -> None:
         assert cell.verdict == "rounding", (name, style, cell.message)
     rows = [row for row in found["clipped", "fsdp2+tp"].tensors if row.stage == "parameters"]
     assert {row.layout for row in rows} == {"S(0),R", "S(0),S(0)", "S(0),S(1)"}
+
+
+@pytest.mark.dist
+def test_exact_mode_leaves_no_bit(tmp_path: Path) -> None:
+    path = tmp_path / "planned.py"
+    path.write_text(HEAD + PLANNED)
+    overrides = {"exact": "yes"}
+    options = Options((str(path),), ("tp", "ddp"), parse_mesh("2"), overrides=overrides)
+    ddp, tp = run.verify(options, Events()).cells
+
+    assert (ddp.verdict, tp.verdict) == ("rounding", "exact")
+
+
+class Pair(nn.Module):
+    """Two linear layers with something between them."""
+
+    def __init__(self, between: str = "none") -> None:
+        super().__init__()
+        self.up, self.down, self.between = nn.Linear(4, 8), nn.Linear(8, 4), between
+        self.scale = nn.Parameter(torch.ones(()))
+        self.norm, self.dropout = nn.LayerNorm(8), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        hidden = torch.relu(self.up(x))
+        if self.between == "scaled":
+            hidden = hidden * self.scale
+        if self.between == "mixed":
+            hidden = hidden.flip(-1)
+        if self.between in ("norm", "dropout"):
+            hidden = getattr(self, self.between)(hidden)
+        if self.between == "residual":
+            hidden = hidden + torch.cat([x, x], -1)
+        return (self.down(hidden), hidden) if self.between == "shown" else self.down(hidden)
+
+
+@pytest.mark.parametrize(
+    ("between", "expected"),
+    [
+        ("none", True),
+        ("mixed", False),  # rows meet other columns
+        ("scaled", False),  # its gradient would be a part on every rank
+        ("norm", False),
+        ("dropout", False),  # every rank would draw a mask of its own
+        ("residual", False),
+        ("shown", False),  # the caller would get a part
+    ],
+)
+def test_a_pair_stays_split_only_where_that_is_right(between: str, expected: bool) -> None:
+    torch.manual_seed(0)
+    model = Pair(between)
+    nn.init.zeros_(model.down.weight)  # would hide everything
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with watching(model) as seen:
+        model(torch.randn(3, 4))
+    up, down = (linear_of(p, model.get_submodule(p), seen.calls[p]) for p in ("up", "down"))
+    assert up is not None
+    assert down is not None
+
+    assert can_stay_split(model, model, seen.calls[""][0], [up], down, 2) is expected
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_parameters_read_elsewhere_are_told() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) @ self.inner.weight.to(self.inner.weight.dtype)
+
+    model = Outer()
+    with watching(model) as seen:
+        model(torch.randn(3, 4))
+
+    assert seen.uses == {"inner.weight": {"inner", ""}, "inner.bias": {"inner"}}
+
+
+def test_norms_are_tokenwise_and_sums_over_tokens_are_not() -> None:
+    call = Call((torch.randn(2, 5, 4),), {}, ())
+
+    class Centred(nn.LayerNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x - x.mean(1, keepdim=True))
+
+    assert is_tokenwise(nn.LayerNorm(4), call, 1)
+    assert not is_tokenwise(Centred(4), call, 1)
+
+
+def test_groups_that_not_all_ranks_have_fall_apart() -> None:
+    pair = {"up": Entry("column", "down"), "down": Entry("row", "down")}
+    tied = {"embed": Entry("row scattered", "embed"), "head": Entry("column gathered", "embed")}
+
+    assert agreed([pair | tied, pair | tied]) == pair | tied
+    assert agreed([pair | tied, {"down": Entry("row scattered")} | tied]) == tied
+    assert agreed([pair, pair | tied, {**pair, "other": Entry("row", "other")}]) == pair
+    half = {"up": pair["up"], "head": tied["head"]}
+    assert agreed([pair | tied, half]) == {"up": Entry("column gathered")}
+
+
+@pytest.mark.parametrize(
+    ("returned", "text"),
+    [
+        ("[1]", "Got list"),
+        ("{'up': 3}", "Got 3 for 'up'"),
+        ("{'blocks.*': ColwiseParallel()}", "'blocks.*' names no module; there are inp"),
+    ],
+)
+def test_a_plan_that_is_none_is_refused(tmp_path: Path, returned: str, text: str) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(
+        HEAD + PLANNED.partition("def tp_plan")[0] + f"def tp_plan(): return {returned}"
+    )
+    case = load_case(str(path))
+
+    with pytest.raises(CaseError, match="tp_plan") as caught:
+        user_plan(case).styles(case.build_model(), None)
+
+    assert text in str(caught.value)

@@ -53,13 +53,14 @@ def coupled_samples(exhibit: Exhibit, row: Row) -> Cause | None:
     """`cross_sample`: an output is what this rank's part of the batch gives alone."""
     if exhibit.is_chance_open or not is_own_part(exhibit, row):
         return None
-    if not any(exhibit.is_data_axis(axis) for axis in exhibit.wide_axes):
+    over = [axis for axis in exhibit.wide_axes if exhibit.is_data_axis(axis)]
+    if not over:
         return None
     kind = _module_kind(exhibit, row.name)
     layer = f"{row.name} ({kind})" if kind else row.name
     text = (
         f"{layer} couples samples: on every rank it gives what that rank's part of the batch over "
-        f"{', '.join(exhibit.wide_axes)} gives alone, not its rows of the whole batch's"
+        f"{', '.join(over)} gives alone, not its rows of the whole batch's"
     )
     return cause("cross_sample", text, tensors=[row.name, *affected(exhibit)], ranks=row.ranks)
 

@@ -169,9 +169,10 @@ def cross_sample(exhibit: Exhibit, row: Row) -> Cause | None:
     if not fits:
         return None
     names = [row.name, *affected(exhibit)]
+    over = ", ".join(filter(exhibit.is_data_axis, exhibit.wide_axes))
     text = (
         f"each rank's loss sees only its own samples: the mean of the per-rank losses over "
-        f"{', '.join(exhibit.wide_axes)} is not the loss of the whole batch, which couples samples"
+        f"{over} is not the loss of the whole batch, which couples samples"
     )
     return cause(
         "cross_sample",

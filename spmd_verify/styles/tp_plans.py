@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from spmd_verify.case import LoadedCase
+from spmd_verify.dtensor_layouts import local_of
 from spmd_verify.errors import CaseError
 from spmd_verify.styles.tp_derive import (
     COLUMN,
@@ -85,7 +86,17 @@ class TransposedLinear(ParallelStyle):
         """Return this rank's part of the output, or all of it."""
         if not (self.is_column and self.is_local):
             output = output.redistribute(placements=[Replicate()])
-        return output.to_local()  # type: ignore[no-any-return]
+        return local_of(output)
+
+
+class FreshOutput(ParallelStyle):
+    """Copy what a module returns: autograd refuses in-place operators on `to_local`'s results."""
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        """Add the copy."""
+        del device_mesh
+        module.register_forward_hook(lambda _module, _args, output: output.clone())
+        return module
 
 
 @dataclass(frozen=True)
@@ -126,7 +137,11 @@ def derived_plan(entries: Mapping[str, Entry]) -> Plan:
     """Return the plan of derived entries."""
 
     def styles(_model: nn.Module, _mesh: Any) -> list[tuple[str, ParallelStyle]]:
-        return [(path, style) for path, entry in entries.items() for style in _styles(entry)]
+        return [
+            (path, style)
+            for path, entry in entries.items()
+            for style in (*_styles(entry), FreshOutput())
+        ]
 
     return Plan(styles, described({path: entry.how for path, entry in entries.items()}))
 

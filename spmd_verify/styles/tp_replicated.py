@@ -17,6 +17,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from spmd_verify.dtensor_layouts import local_of
 from spmd_verify.styles.tp_plans import distributed
 
 # A module that has a parameter, and the parameter's name in it.
@@ -94,7 +95,7 @@ def _lend(module: nn.Module, places: list[Place]) -> None:
             value = owner._parameters[name]
             if isinstance(value, DTensor) and value.placements == (Replicate(),):
                 now.append((owner, name, value))
-                owner._parameters[name] = value.to_local(grad_placements=[Replicate()])  # type: ignore[assignment]
+                owner._parameters[name] = local_of(value)  # type: ignore[assignment]
         lent.append(now)
 
     def after(*_: Any) -> None:
