@@ -38,10 +38,11 @@ def stage_links(
     """
     calls = _calls(model, run)
     links = _opened(model, _links(model, blocks), calls, stages)
-    chain = [path for path in calls if path in set(links) and calls.count(path) == 1]
-    sizes = _sizes(model, chain)
+    sizes = _sizes(model, links)
+    chain = [path for path in calls if path in sizes and calls.count(path) == 1]
     cut = balanced([sizes[path] for path in chain], stages)
     if cut is None:
+        chain = [path for path in chain if sizes[path]]
         shown = ", ".join(chain[:6]) + (", ..." if len(chain) > 6 else "")
         raise Unsupported(
             f"{style} does not take this case: the model is no chain of {stages} parts. Modules "

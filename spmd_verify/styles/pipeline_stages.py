@@ -213,28 +213,33 @@ def _attach(root: nn.Module, name: str, value: Tensor) -> None:
         root.register_buffer(last, value)
 
 
-def examples(split: SplitModel) -> list[tuple[Tensor, ...]]:
-    """Return what each stage sends for the first micro-batch, without values.
+def run_through(split: SplitModel) -> list[tuple[Tensor, ...]]:
+    """Return what each stage sends for the first micro-batch, all run one after the other here.
 
-    All stages run once, one after the other, so that gradients are asked for where they flow;
-    the buffers they change are restored.
+    Every stage's inputs are leaves of its own graph; buffers that change are restored.
     """
     found = []
     buffers = [buffer for stage in split.stages for buffer in stage.buffers()]
     before = [buffer.clone() for buffer in buffers]
     values: tuple[Tensor, ...] = ()
     for stage in split.stages:
-        values = stage(*values, **{_INDEX: torch.tensor([0])})
-        found.append(
-            tuple(
-                torch.empty_strided(
-                    value.shape, value.stride(), dtype=value.dtype, device="meta"
-                ).requires_grad_(value.requires_grad)
-                for value in values
-            )
-        )
-        values = tuple(value.detach().requires_grad_(value.requires_grad) for value in values)
+        sent = stage(*values, **{_INDEX: torch.tensor([0])})
+        values = tuple(value.detach().requires_grad_(value.requires_grad) for value in sent)
+        found.append(values)
     with torch.no_grad():
         for buffer, old in zip(buffers, before, strict=True):
             buffer.copy_(old)
     return found
+
+
+def examples(split: SplitModel) -> list[tuple[Tensor, ...]]:
+    """Return what each stage sends, without values: sizes, and where gradients flow."""
+    return [
+        tuple(
+            torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device="meta"
+            ).requires_grad_(value.requires_grad)
+            for value in values
+        )
+        for values in run_through(split)
+    ]

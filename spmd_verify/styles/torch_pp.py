@@ -19,13 +19,15 @@ from torch.utils import _pytree as pytree
 
 from spmd_verify.case import LoadedCase
 from spmd_verify.errors import Unsupported
+from spmd_verify.exact_case import ExactCase
 from spmd_verify.micro_batches import micro_batch_count, micro_batches
 from spmd_verify.observe import Observer
+from spmd_verify.seeding import RandomState
 from spmd_verify.style_ids import DATA_AXES
 from spmd_verify.styles.base import Observed, StyleContext
 from spmd_verify.styles.eager import EagerRun, EagerStyle, part_of
 from spmd_verify.styles.pipeline_cuts import stage_links
-from spmd_verify.styles.pipeline_stages import SplitModel, Stage, examples, split_model
+from spmd_verify.styles.pipeline_stages import SplitModel, Stage, examples, run_through, split_model
 from spmd_verify.styles.pipeline_step import OwnStep, StepForm, shared, step_form
 from spmd_verify.styles.torch_base import TorchRecipe, check_axes
 from spmd_verify.styles.torch_fsdp import blocks_of
@@ -163,8 +165,11 @@ class PipelineRun(EagerRun):
                 values[0].grad = None
         losses: list[Tensor] = []
         numbers = torch.arange(self.plan.count)
-        with torch_refuses(self.recipe.name, "the schedule"):
+        # Inside the mode that `case.step` enters: it is what one device computes under.
+        with torch_refuses(self.recipe.name, "the schedule"), self.case.factory_mode():
             self._feed(micro_batches(self.case, part, self.plan.count))
+            if isinstance(self.case, ExactCase):
+                self._see_the_loss()
             self.schedule.step(
                 target=numbers, losses=losses, return_outputs=False, micro_batch=numbers
             )
@@ -176,6 +181,17 @@ class PipelineRun(EagerRun):
         if not losses or (form is not None and not form.returns_loss):
             return None
         return torch.stack([loss.detach() for loss in losses]).mean(0)
+
+    def _see_the_loss(self) -> None:
+        """Compute one loss on this rank.
+
+        Exact mode brings gradients to a grid that follows from the mean in the loss; only the
+        last stage's rank would know it.
+        """
+        state = RandomState.now()
+        self._loss(run_through(self.split)[-1], torch.tensor([0]))
+        self._last = ()
+        state.restore()
 
     def _finish(self) -> None:
         """Do what the case's own step does after backward; all ranks see the last output."""
