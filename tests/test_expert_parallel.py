@@ -76,6 +76,7 @@ def undivisible() -> list[str]:
         lambda: weight.softmax(0),
         lambda: torch.linalg.norm(weight),
         lambda: F.linear(torch.ones(2, 3), weight),
+        lambda: torch.cat([weight, weight]),
         lambda: weight.transpose(0, 1),
         lambda: torch.einsum("td,deh->teh", torch.ones(2, 4), weight) + weight.sum(),
     ):
