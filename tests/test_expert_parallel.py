@@ -240,18 +240,22 @@ class Model(nn.Module):
                             + self.bias[:, None])
         return torch.einsum("tec,ecd,t->td", slots, inside @ self.down, share)
 """,
-    # Blocks of a chain and heads side by side: no router.
+    # Blocks of a chain, and heads side by side that attend to as many entries: no router.
     "heads": """
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-        self.heads = nn.ModuleList(nn.Linear(6, 4) for _ in range(3))
+        self.heads = nn.ModuleList(Head(6, 4) for _ in range(3))
 
     def forward(self, x):
         for block in self.blocks:
             x = x + torch.tanh(block(x))
         return torch.cat([head(x) for head in self.heads], -1)
+
+class Head(nn.Linear):
+    def forward(self, x):
+        return super().forward(x)[:, :3].softmax(-1)
 """,
 }
 
