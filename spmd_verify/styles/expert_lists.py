@@ -7,7 +7,7 @@ router (an operator over as many entries as there are experts) or different toke
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -58,9 +58,13 @@ class StepWatch(TorchFunctionMode):
         self.outside: set[str] = set()
         self._names = {id(each): name for name, each in model.named_parameters()}
         self._lists = lists
-        self._depth = 0
-        model.register_forward_pre_hook(lambda *_: self._enter(1))
-        model.register_forward_hook(lambda *_: self._enter(-1))
+        # Forwards that run, by path: the model's, and those of modules with parameters, which
+        # activation checkpointing runs again in backward.
+        self._depths: Counter[str] = Counter()
+        for path, module in model.named_modules():
+            if not path or any(True for _ in module.parameters(recurse=False)):
+                module.register_forward_pre_hook(lambda *_, path=path: self._enter(path, 1))
+                module.register_forward_hook(lambda *_, path=path: self._enter(path, -1))
 
     def has_router(self, count: int, path: str | None = None) -> bool:
         """Say whether something chose among `count` entries.
@@ -71,9 +75,13 @@ class StepWatch(TorchFunctionMode):
         """
         return any(size == count and path not in running for size, running in self._choices)
 
-    def _enter(self, change: int) -> None:
-        """Begin or end a forward of the model."""
-        self._depth += change
+    def _enter(self, path: str, change: int) -> None:
+        """Begin or end a forward."""
+        self._depths[path] += change
+
+    def _is_in_forward(self, parameter: str) -> bool:
+        """Say whether the model or the module that has a parameter is in its forward."""
+        return self._depths[""] > 0 or self._depths[parameter.rpartition(".")[0]] > 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -88,7 +96,7 @@ class StepWatch(TorchFunctionMode):
         if isinstance(out, Tensor) and out.grad_fn is not None:
             for leaf in pytree.tree_leaves((args, kwargs)):
                 name = self._names.get(id(leaf))
-                if name is not None and not self._lists.is_running(name, self._depth > 0):
+                if name and not self._lists.is_running(name, self._is_in_forward(name)):
                     self.outside.add(name)
         return out
 
