@@ -217,6 +217,7 @@ def test_models_pass_and_say_which_attention_ran(tmp_path: Path, root: Path) -> 
                  "torch's context_parallel in 3 calls",
                  "the project's ring in 3 calls (torch's: is causal)"):  # fmt: skip
         assert text in cells["mixed"].message
+    assert "beside it" not in cells["mixed"].message
     assert cells["by_hand"].verdict == "rounding", cells["by_hand"].message
     assert "products: 12 forward, 24 backward" in cells["by_hand"].message
     for name in ("gated", "conv"):  # a gate over parameters is a layer

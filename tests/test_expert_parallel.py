@@ -76,6 +76,7 @@ def undivisible() -> list[str]:
         lambda: weight.softmax(0),
         lambda: torch.linalg.norm(weight),
         lambda: F.linear(torch.ones(2, 3), weight),
+        lambda: torch.cat([weight, weight]),
         lambda: weight.transpose(0, 1),
         lambda: torch.einsum("td,deh->teh", torch.ones(2, 4), weight) + weight.sum(),
     ):
@@ -239,18 +240,49 @@ class Model(nn.Module):
                             + self.bias[:, None])
         return torch.einsum("tec,ecd,t->td", slots, inside @ self.down, share)
 """,
-    # Blocks of a chain and heads side by side: no router.
+    # One expert of a stack at a time, computed again in backward.
+    "loop": """
+from torch.utils.checkpoint import checkpoint
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(3, 8, 6))
+        self.down = nn.Parameter(torch.randn(3, 6, 8))
+
+    def forward(self, x, chosen):
+        out = torch.zeros_like(x)
+        for i in range(3):
+            if (chosen == i).any():
+                inside = torch.relu(F.linear(x[chosen == i], self.up[i]))
+                out[chosen == i] = inside @ self.down[i].T
+        return out
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(6, 3), Experts()
+
+    def forward(self, x):
+        share, chosen = self.gate(x).softmax(-1).max(-1)
+        return checkpoint(self.experts, x, chosen, use_reentrant=False) * share[:, None]
+""",
+    # Blocks of a chain, and heads side by side that attend to as many entries: no router.
     "heads": """
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-        self.heads = nn.ModuleList(nn.Linear(6, 4) for _ in range(3))
+        self.heads = nn.ModuleList(Head(6, 4) for _ in range(3))
 
     def forward(self, x):
         for block in self.blocks:
             x = x + torch.tanh(block(x))
         return torch.cat([head(x) for head in self.heads], -1)
+
+class Head(nn.Linear):
+    def forward(self, x):
+        return super().forward(x)[:, :3].softmax(-1)
 """,
 }
 
@@ -261,7 +293,11 @@ def test_models_pass_and_say_what_is_spread(tmp_path: Path, root: Path) -> None:
         (tmp_path / f"{name}.py").write_text(HEAD + text + TAIL)
     files = [*(str(tmp_path / f"{name}.py") for name in MODELS), str(root / "examples/moe.py")]
     asked = Options(
-        targets=tuple(files), styles=("ep",), mesh=parse_mesh("4"), timeout_seconds=60.0
+        targets=tuple(files),
+        styles=("ep",),
+        mesh=parse_mesh("4"),
+        dtype="float64",
+        timeout_seconds=60.0,
     )
     cells: dict[str, Cell] = {
         Path(cell.case).stem: cell for cell in run.verify(asked, Events()).cells
@@ -270,6 +306,7 @@ def test_models_pass_and_say_what_is_spread(tmp_path: Path, root: Path) -> None:
     for name, spread_out in {
         "list": "5 modules of experts",
         "capacity": "the stack up, the stack bias, the stack down",
+        "loop": "the stack experts.up, the stack experts.down",
         "moe": "the stack layers.0.up",
     }.items():
         assert cells[name].verdict in ("exact", "rounding"), cells[name].message

@@ -56,9 +56,11 @@ class ProductWatch:
 
     Attributes:
         pairs: Sizes of scores and of the product with values.
+        is_paused: Set while torch's own attention runs, which may consist of products.
     """
 
     pairs: set[tuple[Sizes, Sizes]] = field(default_factory=set)
+    is_paused: bool = False
 
     def mode(self, model: nn.Module) -> TorchDispatchMode:
         """Return the context for one step of a model."""
@@ -95,7 +97,8 @@ class _Watching(TorchDispatchMode):
         del types
         out = func(*args, **(kwargs or {}))
         made = out[0] if isinstance(out, (tuple, list)) and out else out
-        if not isinstance(made, Tensor) or not made.is_floating_point() or is_in_backward():
+        is_passed = self._watch.is_paused or is_in_backward()
+        if is_passed or not isinstance(made, Tensor) or not made.is_floating_point():
             return out
         path = self._path(func, args, made)
         if path is not None:
@@ -118,7 +121,8 @@ class _Watching(TorchDispatchMode):
         tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
         found = (self._paths.get(_storage(each)) for each in tensors)
         path = next((each for each in found if each is not None), None)
-        if path is None or made.shape[-2:] != (path.scores[-3], path.scores[-1]):
+        # Rows stay queries; columns may be more for a while, such as a sink beside the keys.
+        if path is None or made.ndim < 2 or made.shape[-2] != path.scores[-3]:
             return None
         if func in _SOFTMAX and args[1] % made.ndim == made.ndim - 1:
             return _Path(path.scores, is_share=True)

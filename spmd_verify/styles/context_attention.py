@@ -59,9 +59,13 @@ def torchs(call: Call, group: dist.ProcessGroup, mesh: Any) -> Tensor:
         everyone = [torch.empty_like(positions) for _ in range(group.size())]
         dist.all_gather(everyone, positions, group=group)
         split = Split(group, tuple(everyone))
-        parts = [part_of(each, -2, split) for each in (call.query, call.key, call.value)]
+        query, key, value = (
+            part_of(each, -2, split) for each in (call.query, call.key, call.value)
+        )
         # Looked up here: the context has put its own function in place of the builtin.
-        out = F.scaled_dot_product_attention(*parts, scale=call.scale, enable_gqa=call.enable_gqa)
+        out = F.scaled_dot_product_attention(
+            query, key, value, scale=call.scale, enable_gqa=call.enable_gqa
+        )
     return whole_of(out, -2, split)
 
 

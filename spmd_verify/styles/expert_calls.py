@@ -113,7 +113,7 @@ class _Tied(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.inputs = [(each.shape, each.dtype, each.device) for each in tensors[count:]]
-        return tuple(each.view_as(each) for each in tensors[:count])
+        return tuple(each.clone() for each in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:

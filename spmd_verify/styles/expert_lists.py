@@ -7,7 +7,7 @@ router (an operator over as many entries as there are experts) or different toke
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -47,7 +47,6 @@ class StepWatch(TorchFunctionMode):
     """Context of one step on one device: what routes, and what reads experts' parameters.
 
     Attributes:
-        sizes: Last sizes of what routing operators were given or gave.
         outside: Parameters that something differentiable reads while no module of theirs runs,
             such as a penalty in the loss: nobody but their owner could compute that.
     """
@@ -55,17 +54,34 @@ class StepWatch(TorchFunctionMode):
     def __init__(self, model: nn.Module, lists: ListWatch) -> None:
         """Watch a model whose containers are watched already."""
         super().__init__()
-        self.sizes: set[int] = set()
+        self._choices: set[tuple[int, frozenset[str]]] = set()
         self.outside: set[str] = set()
         self._names = {id(each): name for name, each in model.named_parameters()}
         self._lists = lists
-        self._depth = 0
-        model.register_forward_pre_hook(lambda *_: self._enter(1))
-        model.register_forward_hook(lambda *_: self._enter(-1))
+        # Forwards that run, by path: the model's, and those of modules with parameters, which
+        # activation checkpointing runs again in backward.
+        self._depths: Counter[str] = Counter()
+        for path, module in model.named_modules():
+            if not path or any(True for _ in module.parameters(recurse=False)):
+                module.register_forward_pre_hook(lambda *_, path=path: self._enter(path, 1))
+                module.register_forward_hook(lambda *_, path=path: self._enter(path, -1))
 
-    def _enter(self, change: int) -> None:
-        """Begin or end a forward of the model."""
-        self._depth += change
+    def has_router(self, count: int, path: str | None = None) -> bool:
+        """Say whether something chose among `count` entries.
+
+        Args:
+            count: How many experts there are.
+            path: Of a container, whose own members' choices, such as attention, are none of it.
+        """
+        return any(size == count and path not in running for size, running in self._choices)
+
+    def _enter(self, path: str, change: int) -> None:
+        """Begin or end a forward."""
+        self._depths[path] += change
+
+    def _is_in_forward(self, parameter: str) -> bool:
+        """Say whether the model or the module that has a parameter is in its forward."""
+        return self._depths[""] > 0 or self._depths[parameter.rpartition(".")[0]] > 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -75,11 +91,12 @@ class StepWatch(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         if func in _ROUTING:
             leaves = pytree.tree_leaves((args[:1], out))
-            self.sizes.update(t.shape[-1] for t in leaves if isinstance(t, Tensor) and t.ndim)
+            sizes = {t.shape[-1] for t in leaves if isinstance(t, Tensor) and t.ndim}
+            self._choices.update((size, self._lists.running()) for size in sizes)
         if isinstance(out, Tensor) and out.grad_fn is not None:
             for leaf in pytree.tree_leaves((args, kwargs)):
                 name = self._names.get(id(leaf))
-                if name is not None and not self._lists.is_running(name, self._depth > 0):
+                if name and not self._lists.is_running(name, self._is_in_forward(name)):
                     self.outside.add(name)
         return out
 
@@ -130,6 +147,10 @@ class ListWatch:
                 return self._seen[path].depth > 0
         return is_otherwise
 
+    def running(self) -> frozenset[str]:
+        """Return the containers of which a member is in its forward."""
+        return frozenset(path for path, seen in self._seen.items() if seen.depth > 0)
+
     def found(self, step: StepWatch) -> tuple[list[ExpertList], list[str]]:
         """Return the containers whose members are experts, outer ones first; and why others not.
 
@@ -141,7 +162,7 @@ class ListWatch:
         for path, members in self._lists:
             seen = self._seen[path]
             units = tuple(tuple(self._outermost(member)) for member in members)
-            is_chosen = seen.is_sparse or len(members) in step.sizes
+            is_chosen = seen.is_sparse or step.has_router(len(members), path)
             is_inside = any(path.startswith(f"{each}.") for lst in lists for each in lst.members)
             if not any(units) or not is_chosen or seen.is_chain or is_inside:
                 continue

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from spmd_verify.styles.expert_calls import at_owner
 from spmd_verify.styles.expert_owners import Owners, arrived, gone_back
@@ -250,15 +251,17 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     else:
         equation, operands = None, list(args)
     stands = [each for each in (*operands, *kwargs.values()) if isinstance(each, StandIn)]
-    first = stands[0]
-    if not any(isinstance(each, Tensor) for each in (*operands, *kwargs.values())):
-        raise NotDivisible(first.name, func)
-    if any(type(each) is not type(first) for each in stands):
+    nested = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, StandIn)]
+    first = nested[0]
+    has_tokens = any(isinstance(each, Tensor) for each in (*operands, *kwargs.values()))
+    is_one_kind = all(type(each) is type(first) for each in stands)
+    if not has_tokens or not is_one_kind or len(nested) > len(stands):
         raise NotDivisible(first.name, func)
     if isinstance(first, Single):
         return _on_one(func, args, kwargs, first, stands)
     if isinstance(first, Picked):
         return _by_row(func, equation, operands, kwargs, first)
+    assert isinstance(first, Stack), "the third kind"
     if equation is not None and not kwargs:
         return _einsum(equation, operands, first)
     if func not in _EXPERT_WISE or kwargs or len(operands) != 2:

@@ -65,7 +65,9 @@ def gathered(part: Tensor, dim: int, split: Split) -> Tensor:
     dist.all_gather(everyone, padded, group=split.group)
     joined = torch.cat([each[:size] for each, size in zip(everyone, sizes, strict=True)])
     order = torch.cat(split.places).argsort()
-    return joined.index_select(0, order).movedim(0, dim)
+    whole = joined.index_select(0, order)
+    # No view: what a custom function returns as one cannot be changed in place.
+    return whole if dim == 0 else whole.movedim(0, dim).clone()
 
 
 class _Part(torch.autograd.Function):

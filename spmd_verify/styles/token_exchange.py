@@ -134,7 +134,7 @@ class _Spread(torch.autograd.Function):
         split = chunked(len(flat), group, flat.device)
         sizes = [len(places) for places in split.places]
         received = exchanged([flat[split.own]] * group.size(), sizes, group)
-        return torch.cat(received).reshape(whole.shape)
+        return torch.cat(received).reshape(whole.shape).clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -149,7 +149,7 @@ class _Collected(torch.autograd.Function):
         split = chunked(len(flat), group, flat.device)
         parts = [flat[places] for places in split.places]
         received = exchanged(parts, [len(split.own)] * group.size(), group)
-        return gathered(torch.stack(received).sum(0), 0, split).reshape(summand.shape)
+        return gathered(torch.stack(received).sum(0), 0, split).reshape(summand.shape).clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

@@ -151,7 +151,10 @@ class ContextStyle(EagerStyle):
             products=None if found.calls else found.products,
             tally=Counter(),
         )
-        return ContextRun(recipe, case, context)
+        run = ContextRun(recipe, case, context)
+        if found.calls and found.products.by_row:
+            run.extra_notes.append("attention written by hand beside it stays whole")
+        return run
 
 
 @dataclass(frozen=True)
@@ -180,7 +183,10 @@ def find(case: LoadedCase, part: Callable[[Any], Any], device: torch.device) -> 
     def count(call: Call) -> Tensor:
         nonlocal calls
         calls += 1
-        return call.plain()
+        watch.is_paused = True
+        out = call.plain()
+        watch.is_paused = False
+        return out
 
     model, watch = case.build_model().to(device), ProductWatch()
     optimizer = case.optimizer(model)
@@ -199,10 +205,10 @@ def torch_fails(mesh: Any, device: torch.device) -> str | None:
     attention, forward and backward. Collective; what it raises, it raises on all ranks.
     """
     shape = (1, 2, 2 * mesh.size(), 4)
-    parts = [torch.zeros(shape, device=device, requires_grad=True) for _ in range(3)]
+    query, key, value = (torch.zeros(shape, device=device, requires_grad=True) for _ in range(3))
     group: dist.ProcessGroup = mesh.get_group(0)
     try:
-        torchs(Call(*parts), group, mesh).sum().backward()
+        torchs(Call(query, key, value), group, mesh).sum().backward()
     except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError) as error:
         reason = " ".join(str(error).split())
         return f"fails here, {reason[:120]}"

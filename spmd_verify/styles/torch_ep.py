@@ -183,7 +183,7 @@ def find_experts(
     stacked = [
         name
         for name in candidates(model)
-        if not name.startswith(inside) and model.get_parameter(name).shape[0] in step.sizes
+        if not name.startswith(inside) and step.has_router(len(model.get_parameter(name)))
     ]
     refused += [f"{name} is read outside of forward" for name in stacked if name in step.outside]
     names = [name for name in stacked if name not in step.outside]
