@@ -195,7 +195,9 @@ def surveyed(drawn: DrawnModel, finding: Finding, rules: Rules, max_ranks: int =
         every = filter(placing.forms, (*STYLES, *MODES))
         styles = {style: _fails(subject, placing, style, rules) for style in every}
         meshes = [mesh for mesh in meshes if mesh.forms(finding.style)]
-        tried = {mesh.text(finding.style): _fails(subject, mesh, finding.style, rules) for mesh in meshes}
+        tried = {
+            mesh.text(finding.style): _fails(subject, mesh, finding.style, rules) for mesh in meshes
+        }
         operator = _operator(subject, finding, rules)
     return Survey(
         tuple(style for style, fails in styles.items() if fails),

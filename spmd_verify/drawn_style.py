@@ -170,9 +170,7 @@ class StyleRun:
         """
         self.subject = subject
         mode = _mode(style, subject.case, placing, passes)
-        compiled = lockstep.compile(
-            parallel_mode=mode, mesh=placing.mesh(style), captures=captures
-        )
+        compiled = lockstep.compile(parallel_mode=mode, mesh=placing.mesh(style), captures=captures)
         self.step = compiled(subject.case.step)
         self.mesh_shape = self.step.mesh.sizes
         self.coordinates = self.step.mesh.coordinates()

@@ -73,7 +73,9 @@ class Fuzz:
         with tempfile.TemporaryDirectory() as home:
             set_hypothesis_home_dir(home)  # it would write to the current folder
             try:
-                self._draw(tally, Rules((*STYLES, *MODES), self.options.dtype, allows_refusals=True))
+                self._draw(
+                    tally, Rules((*STYLES, *MODES), self.options.dtype, allows_refusals=True)
+                )
             except KeyboardInterrupt:
                 is_interrupted = True
             finally:
@@ -149,7 +151,9 @@ class Fuzz:
         for known in (series.first.finding, finding):
             self.known[known.likeness] += 0
         self.files.append(path)
-        self.result(f"{path}: {finding.style} on {finding.placing.text(finding.style)}: {finding.what}")
+        self.result(
+            f"{path}: {finding.style} on {finding.placing.text(finding.style)}: {finding.what}"
+        )
         self.result(f"    {command}")
 
     def _summarise(self, tally: Tally) -> None:

@@ -55,9 +55,7 @@ class PlantedStyle:
     def build(self, case: LoadedCase, context: StyleContext) -> StyleRun:
         """Build the style with the fault in its graph or around its steps."""
         if hasattr(self._inner, "transformation"):
-            self.graph = self.graph or GraphPlanting(
-                self.fault, context.axes, context.parts
-            )
+            self.graph = self.graph or GraphPlanting(self.fault, context.axes, context.parts)
             planted = replace(self._inner, transformation=self.graph)
             return PlantedRun(self, planted.build(case, context), case, context)
         run = self._inner.build(case, context)
