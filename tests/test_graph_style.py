@@ -40,6 +40,9 @@ def model_of(*, batch: int = 8, hidden: int = 7) -> str:
     return MODEL.replace("BATCH", str(batch)).replace("HIDDEN", str(hidden))
 
 
+DATA_PARALLEL = ("replicate", "fully_shard", "default", "dtensor_expand")
+
+
 class Silent:
     """Keeps nothing."""
 
@@ -58,11 +61,10 @@ class Silent:
 
 @pytest.fixture
 def judge(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Record]:
-    """Return a function that judges a case under styles named by their place."""
+    """Return a function that judges a case under named styles, else the data-parallel ones."""
 
     def judged(target: str, *names: str, **options) -> Record:
-        if names:
-            monkeypatch.setattr(run, "select", lambda *_: names)
+        monkeypatch.setattr(run, "select", lambda *_: names or DATA_PARALLEL)
         settings = {"steps": 2, "runner": "lockstep", "timeout_seconds": 120.0, **options}
         return run.verify(Options(targets=(target,), **settings), Silent())
 

@@ -75,7 +75,7 @@ NO_DISTRIBUTED = {
 # Only this one reads what a rank holds of a DTensor.
 KNOWS_DTENSOR = {"dtensor_layouts"}
 # Only these may import the engine.
-MAY_IMPORT_SPMD = {"styles.graph", "runner.lockstep", "drawn_style"}
+MAY_IMPORT_SPMD = {"styles.graph", "styles.graph_modes", "runner.lockstep", "drawn_style"}
 # hypothesis is there for those who fuzz, and nobody else's dependency.
 MAY_IMPORT_HYPOTHESIS = {"drawn_strategies", "drawn_series", "fuzz"}
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Block(nn.Module):
-    """Attention and a two-layer network, with norms and residuals; fused or separate projections."""
+    """Attention and a two-layer network, with norms and residuals."""
 
     def __init__(self, width: int = 8, heads: int = 4) -> None:
         super().__init__()
@@ -87,11 +87,10 @@ def tokens(batch: int = 3, length: int = 5) -> tuple[Tensor, Tensor]:
 
 def modes(plan: Any = None) -> list[tuple[str, Any]]:
     """Return every mode on the meshes of 2, 3 and 4 ranks it can form."""
-    made: list[tuple[str, Any]] = []
-    for size in (2, 3, 4):
-        made.append((f"tp{size}", spmd.TensorParallel(plan, mesh={"tp": size})))
-    for size in (2, 4):
-        made.append((f"sp{size}", spmd.SequenceParallel(mesh={"sp": size})))
+    made: list[tuple[str, Any]] = [
+        (f"tp{size}", spmd.TensorParallel(plan, mesh={"tp": size})) for size in (2, 3, 4)
+    ]
+    made += [(f"sp{size}", spmd.SequenceParallel(mesh={"sp": size})) for size in (2, 4)]
     made.append(("dp_tp", spmd.TensorParallel(plan, mesh={"dp": 2, "tp": 2})))
     made.append(("dp_sp", spmd.SequenceParallel(mesh={"dp": 2, "sp": 2})))
     return made
@@ -197,8 +196,8 @@ def test_what_has_nothing_to_split_is_refused() -> None:
         with pytest.raises(UsageError) as caught:
             check(conv, sgd, step, images, modes=[mode])
         assert caught.value.slug == slug
+    three = spmd.TensorParallel(mesh={"a": 2, "b": 2, "tp": 2})
     with pytest.raises(UsageError) as caught:
-        three = spmd.TensorParallel(mesh={"a": 2, "b": 2, "tp": 2})
         check(double(Language), sgd, language_step, tokens(), modes=[("three", three)])
     assert caught.value.slug == "tensor-axes"
 
