@@ -10,11 +10,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from spmd_verify.case import LoadedCase
 from spmd_verify.dtensor_layouts import is_distributed, is_wrapper, local_part
@@ -22,12 +21,14 @@ from spmd_verify.errors import Unsupported
 from spmd_verify.layouts import describe, region
 from spmd_verify.naming import Names
 from spmd_verify.observe import Observer, positional_names
-from spmd_verify.parts import WHOLE, rank_part
+from spmd_verify.parts import WHOLE
 from spmd_verify.seeding import seed_all
 from spmd_verify.stepped import labels
 from spmd_verify.styles.base import Observation, Observed, StyleContext
 from spmd_verify.styles.gathering import Places, gathered, places
 from spmd_verify.styles.inference import Ambiguous, infer
+from spmd_verify.styles.rank_batches import part_of
+from spmd_verify.styles.recipe import Recipe
 from spmd_verify.styles.switches import compile_model, recompute_blocks, refuse_policy
 from spmd_verify.training_step import evaluation, evaluation_mode
 from spmd_verify.trajectory import flatten, optimizers_of, parameter_groups
@@ -38,62 +39,6 @@ GATHERED_STAGES: Final = frozenset(
 )
 # A second tensor of one name on this rank, see `observe.Observer`.
 _COPY: Final = re.compile(r"@\d+$")
-
-
-class Recipe(Protocol):
-    """How one eager style changes a model.
-
-    Attributes:
-        name: Its id.
-        is_per_rank: Its published definition is per rank: what differs because of that is
-            `semantic`, not `mismatch`.
-    """
-
-    @property
-    def name(self) -> str: ...  # noqa: D102 - above
-
-    @property
-    def is_per_rank(self) -> bool: ...  # noqa: D102 - above
-
-    def apply(self, case: LoadedCase, model: nn.Module, mesh: Any) -> tuple[nn.Module, Any]:
-        """Return the parallel model, and its optimizer where the style builds its own."""
-        ...
-
-    def step(
-        self, case: LoadedCase, model: nn.Module, optimizer: Any, batch: Any, mesh: Any
-    ) -> Any:
-        """Run one training step on this rank's part of the batch; return its loss."""
-        ...
-
-    def evaluate(self, case: LoadedCase, model: nn.Module, batch: Any, mesh: Any) -> Any:
-        """Run one eval forward on this rank's part; None where the style has none."""
-        ...
-
-    def layout(self, case: LoadedCase, name: str, axes: Mapping[str, int]) -> Any:
-        """Return the declared layout of a plain parameter, None where none is declared."""
-        ...
-
-    @property
-    def has_gather(self) -> bool:
-        """Say whether the style puts plain tensors together itself."""
-        ...
-
-    @property
-    def has_policy(self) -> bool:
-        """Say whether the style casts parameters and gradients as the case's variants ask."""
-        ...
-
-    def gather(self, case: LoadedCase, name: str, parts: list[Tensor]) -> Tensor | None:
-        """Return the global tensor of what the ranks hold, in rank order; None if it does not."""
-        ...
-
-    def checked_part(self, path: str, size: int, axis: str, ranks: int) -> None:
-        """Refuse a batch dim that the style cannot split over an axis.
-
-        Raises:
-            Unsupported: Naming input, sizes and what would work.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -394,61 +339,3 @@ class EagerRun:
     def _part(self, batch: Any) -> Any:
         """Return this rank's part of a global batch, where the model is."""
         return part_of(self.recipe, self.case, self.context, batch)
-
-
-def part_of(recipe: Recipe, case: LoadedCase, context: StyleContext, batch: Any) -> Any:
-    """Return this rank's part of a global batch, where the model is.
-
-    Raises:
-        Unsupported: The recipe does not take parts of this size.
-    """
-    at = context.coordinates[0]
-    part = rank_part(case, recipe.name, context.axes, at, batch, recipe.checked_part)
-    refuse_few(recipe.name, case.batch_size_of(part), case.variants.accumulate)
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(context.device), part)
-
-
-def refuse_uneven(style: str, path: str, size: int, axis: str, ranks: int) -> None:
-    """Refuse a batch that does not split evenly.
-
-    Raises:
-        Unsupported: `uneven-batch`.
-    """
-    if size % ranks == 0:
-        return
-    down, up = size - size % ranks, size + ranks - size % ranks
-    works = f"{down} or {up}" if down else str(up)
-    raise Unsupported(
-        f"The batch does not split over the axis: {path} has {size} samples, {axis} has {ranks} "
-        f"ranks, and {style} weighs every rank alike. Sizes that work: {works}",
-        slug="uneven-batch",
-    )
-
-
-def refuse_few(style: str, size: int, micro_steps: int) -> None:
-    """Refuse a rank's part with fewer samples than there are micro-steps.
-
-    Raises:
-        Unsupported: `too-few-samples`.
-    """
-    if size < micro_steps:
-        raise Unsupported(
-            f"A rank has too few samples: {size} for {micro_steps} micro-steps, and {style} "
-            f"accumulates on every rank. Use --accumulate {size}, fewer ranks, or a larger batch",
-            slug="too-few-samples",
-        )
-
-
-def refuse_empty(style: str, path: str, size: int, axis: str, ranks: int) -> None:
-    """Refuse a batch that leaves a rank without samples.
-
-    Raises:
-        Unsupported: `empty-part`.
-    """
-    if -(-size // ranks) * (ranks - 1) >= size:
-        raise Unsupported(
-            f"A rank would get no samples: {path} has {size}, {axis} has {ranks} ranks, and "
-            f"{style} runs forward on every rank. Sizes that work: multiples of {ranks}, or "
-            f"shard it in step_{style} yourself and declare input_sharding_{style}()",
-            slug="empty-part",
-        )

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from spmd_verify.case import LoadedCase
 from spmd_verify.errors import Unsupported
 from spmd_verify.style_ids import DATA_AXES
-from spmd_verify.styles.eager import refuse_uneven
+from spmd_verify.styles.rank_batches import refuse_uneven
 from spmd_verify.styles.torch_refusals import torch_refuses
 from spmd_verify.training_step import Handling
 

@@ -26,7 +26,8 @@ from spmd_verify.styles.attention_calls import Call, answered
 from spmd_verify.styles.attention_products import Products, ProductWatch, SplitProducts
 from spmd_verify.styles.base import StyleContext
 from spmd_verify.styles.context_attention import ring, torch_refuses_call, torchs
-from spmd_verify.styles.eager import EagerRun, EagerStyle, part_of
+from spmd_verify.styles.eager import EagerRun, EagerStyle
+from spmd_verify.styles.rank_batches import part_of
 from spmd_verify.styles.torch_base import TorchRecipe, check_axes
 
 _TORCHS: Final = "torch's context_parallel"

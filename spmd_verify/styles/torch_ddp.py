@@ -11,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from spmd_verify.case import LoadedCase
 from spmd_verify.styles.base import StyleContext
-from spmd_verify.styles.eager import EagerRun, EagerStyle, part_of
+from spmd_verify.styles.eager import EagerRun, EagerStyle
+from spmd_verify.styles.rank_batches import part_of
 from spmd_verify.styles.rehearsal import rehearse
 from spmd_verify.styles.torch_base import TorchRecipe, check_axes
 

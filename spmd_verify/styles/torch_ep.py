@@ -22,11 +22,12 @@ from spmd_verify.case import LoadedCase
 from spmd_verify.errors import Unsupported
 from spmd_verify.parts import WHOLE, Chunk
 from spmd_verify.styles.base import StyleContext
-from spmd_verify.styles.eager import EagerRun, EagerStyle, part_of
+from spmd_verify.styles.eager import EagerRun, EagerStyle
 from spmd_verify.styles.expert_calls import at_owner
 from spmd_verify.styles.expert_lists import ExpertList, ListWatch, StepWatch
 from spmd_verify.styles.expert_owners import Owners
 from spmd_verify.styles.expert_stacks import NotDivisible
+from spmd_verify.styles.rank_batches import part_of
 from spmd_verify.styles.stack_swap import StackSwap, candidates
 from spmd_verify.styles.torch_base import TorchRecipe, check_axes
 from spmd_verify.styles.torch_refusals import torch_refuses

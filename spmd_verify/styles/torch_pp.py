@@ -25,10 +25,11 @@ from spmd_verify.observe import Observer
 from spmd_verify.seeding import RandomState
 from spmd_verify.style_ids import DATA_AXES
 from spmd_verify.styles.base import Observed, StyleContext
-from spmd_verify.styles.eager import EagerRun, EagerStyle, part_of
+from spmd_verify.styles.eager import EagerRun, EagerStyle
 from spmd_verify.styles.pipeline_cuts import stage_links
 from spmd_verify.styles.pipeline_stages import SplitModel, Stage, examples, run_through, split_model
 from spmd_verify.styles.pipeline_step import OwnStep, StepForm, shared, step_form
+from spmd_verify.styles.rank_batches import part_of
 from spmd_verify.styles.torch_base import TorchRecipe, check_axes
 from spmd_verify.styles.torch_fsdp import blocks_of
 from spmd_verify.styles.torch_refusals import torch_refuses

@@ -12,7 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from spmd_verify.case import LoadedCase
 from spmd_verify.errors import Unsupported
 from spmd_verify.styles.base import StyleContext
-from spmd_verify.styles.eager import EagerRun, EagerStyle, part_of
+from spmd_verify.styles.eager import EagerRun, EagerStyle
+from spmd_verify.styles.rank_batches import part_of
 from spmd_verify.styles.torch_base import TorchRecipe, check_axes
 from spmd_verify.styles.torch_fsdp import common_blocks
 from spmd_verify.styles.tp_derive import Derived, derive
