@@ -89,9 +89,9 @@ class TensorParallelStyle(EagerStyle):
         ranks = context.axes[self.recipe.axis]
         derived = context.kept("plan", lambda: derive(case, part, ranks, self.has_norms))
         plan = self._plan(case, derived)
-        blocks, note = (), ""
-        if self.num_axes:
-            blocks, note = common_blocks(self.recipe, case, context)
+        nothing: tuple[tuple[str, ...], str] = ((), "")
+        has_data = self.num_axes > 0
+        blocks, note = common_blocks(self.recipe, case, context) if has_data else nothing
         recipe = replace(self.recipe, plan=plan, derived=derived, blocks=blocks)
         run = EagerRun(recipe, case, context)
         run.extra_notes += [f"plan: {plan.text}", *([note] if note else [])]

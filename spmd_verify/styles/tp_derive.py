@@ -251,7 +251,7 @@ class _Plan:
                 continue
             if any(self._is_tied(path, besides=modules[0].weight) for path in paths):
                 continue  # a bias that others have too
-            shape: Any = modules[0].weight.shape  # type: ignore[union-attr]
+            shape: Any = modules[0].weight.shape
             is_padded = any(getattr(module, "padding_idx", None) is not None for module in modules)
             dim = 1 if is_padded or shape[0] < self.ranks else 0
             if shape[dim] < self.ranks:

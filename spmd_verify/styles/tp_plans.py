@@ -34,7 +34,6 @@ from spmd_verify.styles.tp_derive import (
     COLUMN,
     COLUMN_GATHERED,
     ROW,
-    ROW_SCATTERED,
     SEQUENCE,
     Entry,
 )
@@ -82,7 +81,7 @@ class TransposedLinear(ParallelStyle):
         x = DTensor.from_local(inputs[0], mesh, [placement], run_check=False)
         return x if self.is_column else x.redistribute(placements=[Shard(inputs[0].ndim - 1)])
 
-    def _prepare_output(self, _module: nn.Module, output: Any, _mesh: Any) -> Tensor:
+    def _prepare_output(self, _module: nn.Module, output: Any, _mesh: Any) -> Any:
         """Return this rank's part of the output, or all of it."""
         if not (self.is_column and self.is_local):
             output = output.redistribute(placements=[Replicate()])
@@ -159,12 +158,9 @@ def _styles(entry: Entry) -> list[ParallelStyle]:
     if entry.is_transposed:
         is_local = entry.how in (COLUMN, ROW)
         return [TransposedLinear(entry.how in (COLUMN, COLUMN_GATHERED), is_local)]
-    return {
-        COLUMN: lambda: [ColwiseParallel()],
-        COLUMN_GATHERED: lambda: [ColwiseParallel(output_layouts=whole)],
-        ROW: lambda: [RowwiseParallel()],
-        ROW_SCATTERED: lambda: [RowwiseParallel(input_layouts=whole)],
-    }[entry.how]()
+    if entry.how in (COLUMN, COLUMN_GATHERED):
+        return [ColwiseParallel(output_layouts=None if entry.how == COLUMN else whole)]
+    return [RowwiseParallel(input_layouts=None if entry.how == ROW else whole)]
 
 
 def described(entries: Mapping[str, str]) -> str:

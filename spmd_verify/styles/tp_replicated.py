@@ -43,14 +43,15 @@ class _Replicated(TorchFunctionMode):
         del types  # DTensor overrides no torch function and is not among them
         kwargs = kwargs or {}
         leaves = pytree.tree_leaves((args, kwargs))
-        mesh = next((leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor)), None)
+        meshes = [leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor)]
 
         def replicated(leaf: Any) -> Any:
             if isinstance(leaf, DTensor) or not isinstance(leaf, Tensor) or leaf.grad_fn is None:
                 return leaf
-            return DTensor.from_local(leaf, mesh, [Replicate()] * mesh.ndim, run_check=False)
+            whole = [Replicate()] * meshes[0].ndim
+            return DTensor.from_local(leaf, meshes[0], whole, run_check=False)
 
-        if mesh is not None:
+        if meshes:
             args, kwargs = pytree.tree_map(replicated, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -90,12 +91,12 @@ def _lend(module: nn.Module, places: list[Place]) -> None:
 
     def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
         is_plain = not any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves((args, kwargs)))
-        now = []
+        now: list[tuple[nn.Module, str, Any]] = []
         for owner, name in places if is_plain else ():
             value = owner._parameters[name]
             if isinstance(value, DTensor) and value.placements == (Replicate(),):
                 now.append((owner, name, value))
-                owner._parameters[name] = local_of(value)  # type: ignore[assignment]
+                owner._parameters[name] = local_of(value)
         lent.append(now)
 
     def after(*_: Any) -> None:

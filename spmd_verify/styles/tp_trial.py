@@ -178,11 +178,11 @@ def _patched(patches: Mapping[nn.Module, Forward]) -> Iterator[None]:
             module.__dict__["forward"] = forward
         yield
     finally:
-        for module, forward in before.items():
-            if forward is None:
+        for module, own in before.items():
+            if own is None:
                 module.__dict__.pop("forward", None)
             else:
-                module.__dict__["forward"] = forward
+                module.__dict__["forward"] = own
 
 
 @contextmanager
