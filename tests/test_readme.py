@@ -38,7 +38,7 @@ def test_the_page_is_short(root: Path) -> None:
 @pytest.mark.slow
 def test_the_main_job_passes_on_the_example_as_printed(root: Path) -> None:
     finished = subprocess.run(
-        [sys.executable, "-m", "spmd_verify", "examples/mlp.py"],
+        [sys.executable, "-m", "spmd_verify", "examples/mlp.py", "--mesh", "4"],
         cwd=root,
         capture_output=True,
         text=True,
