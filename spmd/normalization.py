@@ -71,7 +71,8 @@ def native_batch_norm(  # noqa: PLR0913  (the operator's own signature)
     alpha = rstd if weight is None else rstd * weight
     beta = -mean * alpha if bias is None else bias - mean * alpha
     out = _opmath(x) * alpha.view(shape) + beta.view(shape)
-    return out.to(x.dtype), mean.to(x.dtype), rstd.to(x.dtype)
+    kept = _kept_dtype(x, weight, running_mean)
+    return out.to(x.dtype), mean.to(kept), rstd.to(kept)
 
 
 def native_batch_norm_backward(  # noqa: PLR0913  (the operator's own signature)
@@ -118,9 +119,16 @@ def native_batch_norm_backward(  # noqa: PLR0913  (the operator's own signature)
         shift = (total / count).to(dtype).view(shape)
         grad_input = (_opmath(grad) - shift - left * factor.view(shape)) * scale.view(shape)
         grad_input = grad_input.to(x.dtype)
-    grad_weight = (dot * save_invstd).to(x.dtype) if output_mask[1] else None
-    grad_bias = total.to(x.dtype) if output_mask[2] else None
+    kept = _kept_dtype(x, weight, running_mean)
+    grad_weight = (dot * save_invstd).to(kept) if output_mask[1] else None
+    grad_bias = total.to(kept) if output_mask[2] else None
     return grad_input, grad_weight, grad_bias
+
+
+def _kept_dtype(x: Tensor, weight: Tensor | None, running_mean: Tensor | None) -> torch.dtype:
+    """Return the dtype of statistics and of parameter gradients: under autocast not the input's."""
+    own = running_mean if weight is None else weight
+    return x.dtype if own is None else own.dtype
 
 
 def _dims(x: Tensor) -> list[int]:
