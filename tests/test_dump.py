@@ -17,7 +17,7 @@ from spmd_verify import dump
 from spmd_verify.dump import Entry
 from spmd_verify.dump_format import DumpError, Key
 from spmd_verify.errors import UsageError
-from spmd_verify.layouts import Indexed, Partial, Replicate, Shard, coordinates, scatter
+from spmd_verify.layouts import Indexed, Partial, Replicate, Shard, Strided, coordinates, scatter
 
 W = "free|0|parameters|w"
 
@@ -312,3 +312,23 @@ def test_what_does_not_fit_is_not_written(tmp_path: Path, changed: dict, slug: s
     with pytest.raises(DumpError, match=slug):
         dump.write_rank(tmp_path / "dump", **{**given, **changed})
     assert not (tmp_path / "dump").exists()
+
+
+def test_a_strided_shard_keeps_its_order(tmp_path: Path) -> None:
+    layout = (Strided(0, 2), Shard(0))
+    value = torch.arange(8.0)
+    for rank, (at, part) in enumerate(scatter(value, layout, (2, 2)).items()):
+        entry = Entry(part, (8,), layout)
+        key = "free|0|gradients|w"
+        dump.write_rank(
+            tmp_path,
+            rank=rank,
+            world_size=4,
+            axes={"dp": 2, "tp": 2},
+            coordinate=at,
+            entries={key: entry},
+        )
+    found = dump.read(tmp_path)
+
+    assert found.layout(key, (1, 0)) == layout
+    assert found.locals(key)[1, 0].tolist() == [2.0, 3.0]

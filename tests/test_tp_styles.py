@@ -146,7 +146,7 @@ def _verified(folder: Path, files: dict[str, str], styles: tuple[str, ...], mesh
     for name, text in files.items():
         (folder / f"{name}.py").write_text(HEAD + text)
     targets = tuple(str(folder / f"{name}.py") for name in files)
-    options = Options(targets, styles, parse_mesh(mesh), timeout_seconds=120.0)
+    options = Options(targets, styles, parse_mesh(mesh), steps=2, timeout_seconds=120.0)
     record = run.verify(options, Events())
     return {(Path(cell.case).stem, cell.style): cell for cell in record.cells}
 
