@@ -379,7 +379,8 @@ def test_compiled_models(write_case) -> None:
 
 def test_batch_norm_under_autocast_keeps_its_parameters_dtype(write_case) -> None:
     path = write_case(
-        "def get_model():\n    return nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4))\n"
+        "def get_model():\n"
+        "    return nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4))\n"
         "def get_inputs():\n    return torch.randn(4, 3, 5, 5)\n"
     )
     case = load_case(path, overrides={"autocast": "bfloat16"})
