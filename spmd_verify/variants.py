@@ -49,7 +49,7 @@ class Variants:
         for entry in fields(cls):
             if entry.name in overrides:
                 text = overrides[entry.name]
-                kind = type(entry.default)
+                kind: Any = type(entry.default)
                 given[entry.name] = text == "yes" if kind is bool else kind(text)
         return cls(**given)
 

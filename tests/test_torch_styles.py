@@ -9,13 +9,13 @@ from test_run import Events
 from torch import nn
 
 from spmd_verify import run
+from spmd_verify.blocks import blocks_of, repeated
 from spmd_verify.case import load_case
 from spmd_verify.errors import CaseError
 from spmd_verify.mesh_spec import parse_mesh
 from spmd_verify.options import Options
 from spmd_verify.record import Cell
 from spmd_verify.styles.rehearsal import Rehearsal
-from spmd_verify.styles.torch_fsdp import blocks_of, repeated
 
 HEAD = "import torch\nfrom torch import nn\nfrom torch.nn import functional as F\n\n"
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from test_run import Events
 
+import spmd.lockstep
 from spmd_verify import run
 from spmd_verify.case import load_case
 from spmd_verify.errors import CaseError, UsageError
@@ -373,3 +375,23 @@ def test_compiled_models(write_case) -> None:
         assert "compiled by aot_eager" in cells[style].message
     assert cells["partly"].verdict == "mismatch"
     assert "captures the whole step" in cells["fully_shard"].message
+
+
+def test_batch_norm_under_autocast_keeps_its_parameters_dtype(write_case) -> None:
+    path = write_case(
+        "def get_model():\n"
+        "    return nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4))\n"
+        "def get_inputs():\n    return torch.randn(4, 3, 5, 5)\n"
+    )
+    case = load_case(path, overrides={"autocast": "bfloat16"})
+    trained = []
+    for wrap in (False, True):
+        model = case.build_model()
+        mode = spmd.DataParallel("replicate", input_batch_dim={"batch.0": 0})
+        step = spmd.lockstep.compile(parallel_mode=mode, mesh={"dp": 2})(case.step)
+        (step if wrap else case.step)(model, case.optimizer(model), case.batch(0))
+        trained.append([parameter.grad for parameter in model.parameters()])
+
+    for expected, found in zip(*trained, strict=True):
+        assert found.dtype == torch.float32
+        assert float((found - expected).norm()) <= 0.05 * float(expected.norm())

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from spmd_verify.errors import Unsupported
@@ -95,7 +95,7 @@ def save_checkpoint(run: EagerRun, folder: str) -> None:
         Unsupported: `cannot-save`.
     """
     with _refusals(CHECKPOINT, "saving"):
-        dcp.save(_distributed(run), checkpoint_id=folder)
+        state_dict_saver.save(_distributed(run), checkpoint_id=folder)
 
 
 def load_checkpoint(run: EagerRun, folder: str) -> None:
@@ -106,7 +106,7 @@ def load_checkpoint(run: EagerRun, folder: str) -> None:
     """
     with _refusals(CHECKPOINT, "loading"):
         state = _distributed(run)
-        dcp.load(state, checkpoint_id=folder)
+        state_dict_loader.load(state, checkpoint_id=folder)
         set_state_dict(
             run.model,
             run.optimizers(),

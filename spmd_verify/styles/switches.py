@@ -40,7 +40,7 @@ def recompute_blocks(style: str, case: LoadedCase, model: nn.Module) -> list[str
         )
     for path in blocks:
         block = model.get_submodule(path)
-        block.forward = _recomputed(block.forward)  # type: ignore[method-assign]
+        block.forward = _recomputed(block.forward)
     return [f"activations recomputed in backward: {', '.join(blocks[:3])}"
             f"{', ...' if len(blocks) > 3 else ''}"]  # fmt: skip
 
