@@ -16,6 +16,8 @@ from spmd_verify.causes.words import cause
 from spmd_verify.dump import read
 from spmd_verify.exhibit import Exhibit
 from spmd_verify.record import Cause, Cell, FirstDivergence, Row
+from spmd_verify.redraws import redraw
+from spmd_verify.rows import worst_row
 from spmd_verify.runner.jobs import loaded
 from spmd_verify.runner.specs import ExamineReport, ExamineRequest, decode, encode
 from spmd_verify.runner.worker import Context, job
@@ -109,11 +111,13 @@ class Examination:
         if self.exhibit.runs.failures:
             self.cell.unknown["not_run"] = self.exhibit.runs.failures
         self.cell.counts = counts(self.cell.tensors)
+        self.cell.worst = worst_row(self.cell.tensors)
         return encode(self.cell)
 
     def settled(self) -> Row | None:
         """Explain module outputs and inputs, and return what differs first then."""
         step = self.exhibit.step
+        redraw(self.exhibit, self.cell.tensors)
         for row in self.cell.tensors:
             if row.step != step or row.verdict != Verdict.MISMATCH:
                 continue

@@ -20,6 +20,7 @@ from spmd_verify.batches import cast_floating
 from spmd_verify.boundaries import Boundaries
 from spmd_verify.case import LoadedCase
 from spmd_verify.float64_mode import CaseDtypeDraws
+from spmd_verify.rounding import RandomRounding, without_onednn
 from spmd_verify.single import SingleDevice
 from spmd_verify.stage_streams import StageStreams
 from spmd_verify.stepped import observed_step
@@ -84,6 +85,7 @@ class PartRuns:
         in_float64: bool = True,
         changed: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
         is_micro: bool = False,
+        rounding: int | None = None,
     ) -> StepRecord | None:
         """Return everything of one step on a batch; None where it cannot be run.
 
@@ -93,6 +95,7 @@ class PartRuns:
             in_float64: False for a run in the case's dtype.
             changed: Makes other values of parameters, by name, before the step.
             is_micro: The batch is what one forward gets: no micro-steps of its own.
+            rounding: Seed of random rounding at operator outputs; None for none.
         """
         case = self.device.twin if in_float64 else self.case
         if is_micro:
@@ -104,7 +107,7 @@ class PartRuns:
                 for name, change in (changed or {}).items():
                     if name in named:
                         named[name].copy_(change(named[name]))
-            with self._around(draws, in_float64=in_float64):
+            with self._around(draws, in_float64=in_float64), _rounded(rounding, case.dtype):
                 found = observed_step(case)(model, optimizer, self._cast(batch, case.dtype))
             return {**found, **snapshot(model, optimizer)}
         except Exception as error:  # noqa: BLE001 - user code on a batch nobody tried
@@ -266,6 +269,16 @@ class PartRuns:
     def _cast(self, batch: Any, dtype: torch.dtype = torch.float64) -> Any:
         """Return a batch with floating leaves of a dtype."""
         return cast_floating(batch, dtype)
+
+
+@contextmanager
+def _rounded(seed: int | None, dtype: torch.dtype) -> Iterator[None]:
+    """Round at random, as noise runs do; nothing without a seed."""
+    if seed is None:
+        yield
+    else:
+        with without_onednn(), RandomRounding(seed, dtype):
+            yield
 
 
 class _Scalars(TorchFunctionMode):
