@@ -21,7 +21,7 @@ aten = torch.ops.aten
 COLUMN, ROW, VOCABULARY = "column", "row", "vocabulary"
 
 # Product -> (position of the bias or None, of the left factor, of the right one).
-_PRODUCTS = {
+_PRODUCTS: dict[Any, tuple[int | None, int, int]] = {
     aten.mm.default: (None, 0, 1),
     aten.addmm.default: (0, 1, 2),
     aten.bmm.default: (None, 0, 1),
@@ -108,7 +108,8 @@ class _Reading:
         """Note the weight of a product; whether it has one."""
         bias, left, right = _PRODUCTS[node.target]
         for at, other, column, row in ((right, left, -1, -2), (left, right, -2, -1)):
-            weight, x = node.args[at], node.args[other]
+            weight: Any = node.args[at]
+            x: Any = node.args[other]
             source = self._origin(weight)
             if source is None:
                 continue

@@ -16,6 +16,8 @@ from spmd.errors import UsageError
 from spmd.layout import Layout, Shard
 from spmd.mesh import JoinedMesh, mesh_shape
 from spmd_verify.layouts import replicas
+from spmd_verify.planting.faults import Fault
+from spmd_verify.planting.graph import GraphPlanting
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -126,3 +128,16 @@ def test_a_mesh_of_one_axis_is_refused() -> None:
     with pytest.raises(UsageError) as caught:
         spmd.HybridShard(mesh={"shard": 4})
     assert caught.value.slug == "hybrid-axes"
+
+
+@pytest.mark.parametrize(
+    ("operator", "axis"), [("reduce_scatter", "shard"), ("all_reduce", "replicate")]
+)
+def test_a_reduction_left_out_on_either_axis_is_seen(operator: str, axis: str) -> None:
+    fault = Fault(kind="drop", operator=operator, axis=axis, nth=1)
+    planted = GraphPlanting(fault, {"replicate_shard": 4}, MESHES[0])
+    mode = spmd.HybridShard(mesh=MESHES[0], custom_passes=planted)
+    layer = lambda: nn.Linear(6, 4).double()  # noqa: E731
+
+    with pytest.raises(AssertionError, match="gradient|parameter"):
+        check(layer, torch.optim.AdamW, _plain, [torch.randn(8, 6).double()], modes=[("h", mode)])

@@ -14,6 +14,8 @@ from torch.distributed.tensor import Replicate, Shard
 import spmd
 import spmd.lockstep
 from spmd.errors import UsageError
+from spmd_verify.planting.faults import Fault
+from spmd_verify.planting.graph import GraphPlanting
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -271,3 +273,14 @@ def test_an_index_outside_a_split_vocabulary_is_refused(index: int) -> None:
 
     with pytest.raises(RuntimeError, match="out of range"):
         own_rows(torch.randn(3, 2), torch.tensor([index]), 3, 11)
+
+
+@pytest.mark.parametrize("kind", ["tp", "sp"])
+def test_a_reduction_left_out_is_seen(kind: str) -> None:
+    planted = GraphPlanting(Fault(kind="drop", operator="all_reduce", axis=kind), {kind: 2})
+    make = {"tp": spmd.TensorParallel, "sp": spmd.SequenceParallel}[kind]
+    mode = make(mesh={kind: 2}, custom_passes=planted)
+    network = double(lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)))
+
+    with pytest.raises(AssertionError, match="differs from the single-device graph"):
+        check(network, sgd, step, [torch.randn(3, 4, 8).double()], modes=[(kind, mode)])
