@@ -17,6 +17,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
+from spmd_verify.blocks import blocks_of
 from spmd_verify.case import LoadedCase
 from spmd_verify.errors import Unsupported
 from spmd_verify.exact_case import ExactCase
@@ -31,7 +32,6 @@ from spmd_verify.styles.pipeline_stages import SplitModel, Stage, examples, run_
 from spmd_verify.styles.pipeline_step import OwnStep, StepForm, shared, step_form
 from spmd_verify.styles.rank_batches import part_of
 from spmd_verify.styles.torch_base import TorchRecipe, check_axes
-from spmd_verify.styles.torch_fsdp import blocks_of
 from spmd_verify.styles.torch_refusals import torch_refuses
 from spmd_verify.trajectory import optimizers_of
 
