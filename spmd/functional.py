@@ -160,7 +160,6 @@ def _strip_profiler(graph: fx.GraphModule) -> None:
     for node in reversed(graph.graph.nodes):
         if "profiler" in str(node.target) and not node.users:
             graph.graph.erase_node(node)
-    graph.recompile()
 
 
 def _lift_constants(graph: fx.GraphModule, signature: Signature) -> list[Tensor]:
@@ -186,7 +185,6 @@ def _lift_constants(graph: fx.GraphModule, signature: Signature) -> list[Tensor]
             signature.inputs.append(InputSpec("captured", f"constant.{len(constants) - 1}"))
         node.replace_all_uses_with(placed[id(value)])
         graph.graph.erase_node(node)
-    graph.recompile()
     return constants
 
 
