@@ -29,10 +29,11 @@ MODELS = {
     "conv, GroupNorm": "examples/conv_groupnorm.py",
     "conv, BatchNorm": "examples/conv.py",
     "experts": "examples/moe.py",
-    "gpt2": "hf:gpt2",
-    "llama": "hf:llama",
-    "mixtral": "hf:mixtral",
-    "bert": "hf:bert",
+    "gpt2": "hf:gpt2?padding=0",
+    "llama": "hf:llama?padding=0",
+    "llama, padded": "hf:llama",
+    "mixtral": "hf:mixtral?padding=0",
+    "bert": "hf:bert?padding=0",
     "vit": "hf:vit",
 }
 MESHES = ("2", "4")
@@ -120,7 +121,8 @@ def render() -> str:
         "",
         "Written by `make styles-table` (reports/styles.py): real processes, float32, 3 steps, "
         "the case's own optimizer or AdamW. `pass?`: passes with more undetermined than judged "
-        "rows; `-`: unsupported, with the reason below.",
+        "rows; `-`: unsupported, with the reason below. `padded`: ranks count unequal "
+        "numbers of tokens.",
         "",
         f"- {len(results)} of {len(planned())} runs done; "
         + ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common()),

@@ -1,4 +1,7 @@
-"""Cases from Hugging Face architectures: `hf:TYPE`, `hf:HEAD/TYPE`, `?field=value&batch=4`.
+"""Cases from Hugging Face architectures: `hf:TYPE`, `hf:HEAD/TYPE`, `?field=value`.
+
+`?batch=4` is the number of samples, `?padding=0` leaves tokens unpadded: then all ranks of a
+data-parallel style count equally many of them.
 
 Built from the configuration with random weights, never from the hub. Which head a type
 has, and how its configuration is made tiny, stands in `hf_shrink.json`.
@@ -37,12 +40,14 @@ class HfAddress:
         head: A key of `heads` in the data file.
         model_type: `model_type` of the configuration.
         batch: Samples in the global batch.
+        padding: Whether rows of tokens are padded, unequally.
         fields: Overridden configuration fields, nested ones by dotted name.
     """
 
     head: str
     model_type: str
     batch: int
+    padding: bool
     fields: dict[str, Any]
 
 
@@ -69,7 +74,9 @@ def hf_case(source: str, overrides: Mapping[str, str]) -> tuple[Case, str]:
     def get_inputs() -> dict[str, Any]:
         model_class = _model_class(transformers, address)
         names = inspect.signature(model_class.forward).parameters
-        return make_inputs(address.head, model_class, config, address.batch, names)
+        return make_inputs(
+            address.head, model_class, config, address.batch, names, padding=address.padding
+        )
 
     case = Case(
         model=get_model,
@@ -108,6 +115,11 @@ def parse_hf(source: str, overrides: Mapping[str, str], transformers: ModuleType
         raise UsageError(
             f"Number out of range: batch={batch!r}. Expected at least 1", slug="bad-number"
         )
+    padding = fields.pop("padding", 1)
+    if padding not in (0, 1):
+        raise UsageError(
+            f"Number out of range: padding={padding!r}. Expected 0 or 1", slug="bad-number"
+        )
     auto = importlib.import_module("transformers.models.auto.configuration_auto")
     known = list(auto.CONFIG_MAPPING_NAMES)
     if model_type not in known:
@@ -116,7 +128,7 @@ def parse_hf(source: str, overrides: Mapping[str, str], transformers: ModuleType
             f"model_type of transformers {transformers.__version__}",
             slug="hf-unknown-type",
         )
-    return HfAddress(_head(head, model_type), model_type, batch, fields)
+    return HfAddress(_head(head, model_type), model_type, batch, bool(padding), fields)
 
 
 def _head(asked: str, model_type: str) -> str:

@@ -23,7 +23,13 @@ _TOKEN_LABELS: Final = ("causal", "mlm", "seq2seq", "speech2seq")
 
 
 def make_inputs(
-    head: str, model_class: Any, config: Any, batch: int, names: Container[str]
+    head: str,
+    model_class: Any,
+    config: Any,
+    batch: int,
+    names: Container[str],
+    *,
+    padding: bool = True,
 ) -> dict[str, Any]:
     """Return the keyword arguments of one forward with its loss.
 
@@ -33,33 +39,35 @@ def make_inputs(
         config: The shrunk configuration.
         batch: Samples.
         names: Parameters of forward; optional inputs that it does not take are left out.
+        padding: Whether rows of tokens are padded, unequally.
     """
+    share = _LARGEST_PADDED_SHARE if padding else 0.0
     main = model_class.main_input_name
     if main == "pixel_values":
         inputs = _image_inputs(config, batch)
     elif main in ("input_features", "input_values"):
         inputs = _audio_inputs(main, config, batch)
     else:
-        inputs = _token_inputs(config, batch)
+        inputs = _token_inputs(config, batch, share)
     if head != "detect":
-        inputs["labels"] = _labels(head, inputs, config, batch)
+        inputs["labels"] = _labels(head, inputs, config, batch, share)
     return {name: value for name, value in inputs.items() if name in names}
 
 
-def _token_inputs(config: Any, batch: int) -> dict[str, Tensor]:
+def _token_inputs(config: Any, batch: int, share: float) -> dict[str, Tensor]:
     """Return `input_ids` and `attention_mask`, [batch, 16], rows padded unequally."""
     text = config.get_text_config()
     tokens = torch.randint(FIRST_PLAIN_TOKEN, _vocabulary(text), (batch, NUM_TOKENS))
-    mask = _padding_mask(batch)
+    mask = _padding_mask(batch, share)
     padding = getattr(text, "pad_token_id", None)
     tokens[mask == 0] = padding if isinstance(padding, int) and padding >= 0 else 0
     return {"input_ids": tokens, "attention_mask": mask}
 
 
-def _padding_mask(batch: int) -> Tensor:
+def _padding_mask(batch: int, largest: float) -> Tensor:
     """Return 1 at tokens and 0 at padding, [batch, 16]; later rows are padded more."""
     share = torch.arange(batch) / max(batch - 1, 1)
-    padded = (share * _LARGEST_PADDED_SHARE * NUM_TOKENS).round().long()
+    padded = (share * largest * NUM_TOKENS).round().long()
     return (torch.arange(NUM_TOKENS)[None, :] < NUM_TOKENS - padded[:, None]).long()
 
 
@@ -93,11 +101,11 @@ def _waveform_samples(config: Any) -> int:
     return _NUM_AUDIO_FRAMES * math.prod(getattr(config, "conv_stride", [10]))
 
 
-def _labels(head: str, inputs: dict[str, Tensor], config: Any, batch: int) -> Tensor:
+def _labels(head: str, inputs: dict[str, Tensor], config: Any, batch: int, share: float) -> Tensor:
     """Return labels: the inputs for `causal`, random classes else, -100 at padding."""
     vocabulary = _vocabulary(config.get_text_config()) if head in (*_TOKEN_LABELS, "ctc") else 0
     if head in _TOKEN_LABELS:
-        mask = inputs.get("attention_mask", _padding_mask(batch))
+        mask = inputs.get("attention_mask", _padding_mask(batch, share))
         drawn = torch.randint(FIRST_PLAIN_TOKEN, vocabulary, mask.shape)
         labels = inputs["input_ids"] if head == "causal" and "input_ids" in inputs else drawn
         return labels.masked_fill(mask == 0, IGNORED)

@@ -54,6 +54,14 @@ def test_fields_and_the_batch_are_overridden_in_the_address() -> None:
     assert case.batch_size == 5
 
 
+def test_rows_are_padded_unequally_unless_told_otherwise() -> None:
+    padded, plain = load_case("hf:gpt2").inputs(0), load_case("hf:gpt2?padding=0").inputs(0)
+
+    assert len(set((padded["labels"] != -100).sum(1).tolist())) > 1
+    assert bool(plain["attention_mask"].all())
+    assert not bool((plain["labels"] == -100).any())
+
+
 def test_a_nested_field_has_a_dotted_name() -> None:
     model = load_case("hf:siglip?vision_config.num_hidden_layers=1").build_model()
 
@@ -98,6 +106,7 @@ def test_the_same_address_gives_the_same_model() -> None:
         ("hf:gpt2?n_layers=3", "hf-unknown-field", "did you mean 'n_layer'"),
         ("hf:gpt2?n_layer", "bad-address", "expected field=value"),
         ("hf:gpt2?batch=0", "bad-number", "at least 1"),
+        ("hf:gpt2?padding=2", "bad-number", "0 or 1"),
         ("hf:gpt2?n_head='x'", "hf-refused", "configuration failed"),
     ],
 )
