@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sysconfig
 
+import msgspec
 import pytest
 
 from spmd_verify.runner.failures import (
@@ -12,6 +13,7 @@ from spmd_verify.runner.failures import (
     diagnose,
     is_follower,
     is_in_collective,
+    is_parallel_style,
     is_user_file,
     parse_stack,
     user_frame,
@@ -164,3 +166,53 @@ def test_the_stack_of_the_asked_thread_is_read():
         Frame("/x/model.py", 7, "spin"),
         Frame("/x/model.py", 9, "forward"),
     ]
+
+
+def torchs(message: str = "FSDP needs a device") -> Raised:
+    return msgspec.structs.replace(raised(message), is_torchs=True)
+
+
+BUILDING = "building the free run"
+
+
+def test_what_torch_refuses_on_every_rank_before_the_first_step_is_a_refusal() -> None:
+    found = diagnosis(
+        RankEnd(0, 0, event=torchs(), last_note=BUILDING),
+        RankEnd(1, 1, event=torchs(), last_note=BUILDING),
+    )
+
+    assert (found.kind, found.ranks, found.slug) == ("refused", [0, 1], "torch-refuses")
+    assert "FSDP needs a device" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "note"),
+    [
+        (torchs(), None, BUILDING),  # on one rank only
+        (torchs(), torchs("another"), BUILDING),  # not the same
+        (raised("bad"), raised("bad"), BUILDING),  # the user's own, or another part of torch
+        (torchs(), torchs(), "step 1 of the free run"),  # it has run before
+    ],
+)
+def test_anything_else_that_is_raised_stays_an_error(
+    first: Raised, second: Raised | None, note: str
+) -> None:
+    found = diagnosis(
+        RankEnd(0, 0, event=first, last_note=note), RankEnd(1, 1, event=second, last_note=note)
+    )
+
+    assert found.kind == "raised"
+
+
+@pytest.mark.parametrize(
+    ("path", "is_style"),
+    [
+        ("torch/distributed/fsdp/_fully_shard/_fsdp_state.py", True),
+        ("torch/distributed/tensor/_api.py", True),
+        ("torch/distributed/pipelining/stage.py", True),
+        ("torch/distributed/distributed_c10d.py", False),
+        ("torch/nn/functional.py", False),
+    ],
+)
+def test_collectives_are_no_parallel_style(path: str, is_style: bool) -> None:
+    assert is_parallel_style(f"{SITE}/{path}") is is_style

@@ -44,6 +44,12 @@ _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _SITE = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 _TORCH = re.compile(r"[/\\](?:site|dist)-packages[/\\]torch[/\\]")
 _COLLECTIVE = re.compile(r"[/\\]torch[/\\]distributed[/\\]")
+# Where collectives and groups are made: what they raise is about ranks, not about a style.
+_GROUPS = re.compile(
+    r"[/\\]torch[/\\]distributed[/\\](?:distributed_c10d|c10d_logger|rendezvous|_functional)"
+)
+# Before a style has done a step of its own, what torch raises on every rank is a refusal.
+_EARLY = ("building the free run", "step 0 of the free run")
 _ENFORCE = re.compile(r"EnforceNotMet.*?enforce fail at [^\]]*\] (?P<what>[^\n]*?)\.?\n", re.DOTALL)
 _STACK_LINE = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _STACK_HEAD = re.compile(r"^(?:Current thread|Thread) (?P<thread>0x[0-9a-f]+) ")
@@ -145,6 +151,11 @@ def is_in_collective(frames: Sequence[Frame]) -> bool:
     return False
 
 
+def is_parallel_style(path: str) -> bool:
+    """Say whether a source file is of torch's parallel styles: fully_shard, DTensor, pipelining."""
+    return bool(_COLLECTIVE.search(path)) and not _GROUPS.search(path)
+
+
 def parse_stack(text: str, thread: int) -> list[Frame]:
     """Read one thread's stack, innermost frame first, from what faulthandler wrote."""
     frames: list[Frame] = []
@@ -202,6 +213,10 @@ def _raised(end: RankEnd, event: Raised, ends: Sequence[RankEnd], log_base: str)
     where = "" if event.where is None else f" at {event.where}"
     text = event.message.strip().rstrip(".") or "no message"
     reason = f"{event.kind}{where}: {text.splitlines()[0]}"
+    is_everywhere = len(ranks) == len(ends)
+    if event.is_torchs and event.slug is None and is_everywhere and end.last_note in _EARLY:
+        refused = f"torch refuses this style{_during(end)}, on every rank. {reason}"
+        return Failure("refused", ranks, refused, refused, "torch-refuses")
     slug = event.slug or "rank-raised"
     followers = _followers(ends, ranks)
     message = (

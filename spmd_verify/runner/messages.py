@@ -68,6 +68,7 @@ class Raised(msgspec.Struct, frozen=True, tag=True):
         detail: Its detail if it is a `SpmdVerifyError`, else "".
         where: `file:line` of the innermost frame in the user's own code, or None.
         traceback: The whole traceback as text.
+        is_torchs: Whether a parallel style of torch raised it, not a collective.
     """
 
     job: int
@@ -77,6 +78,7 @@ class Raised(msgspec.Struct, frozen=True, tag=True):
     detail: str
     where: str | None
     traceback: str
+    is_torchs: bool = False
 
 
 Command = Job | Stop

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from spmd_verify.errors import SpmdVerifyError, Unsupported
-from spmd_verify.runner.failures import Frame, user_frame
+from spmd_verify.runner.failures import Frame, is_parallel_style, user_frame
 from spmd_verify.runner.messages import (
     Event,
     Finished,
@@ -231,6 +231,7 @@ def _raised(number: int, error: BaseException) -> Raised:
         detail="" if ours is None else ours.detail,
         where=None if frame is None else f"{frame.file}:{frame.line}",
         traceback="".join(traceback.format_exception(error)),
+        is_torchs=bool(frames) and is_parallel_style(frames[-1].file),
     )
 
 
