@@ -15,7 +15,7 @@ from spmd_verify import history
 from spmd_verify.baseline import Baseline, State, environment_of, states
 from spmd_verify.baseline_changes import compare, gone
 from spmd_verify.compare_verb import read_record
-from spmd_verify.errors import UsageError
+from spmd_verify.errors import RecordError, UsageError
 from spmd_verify.exit_codes import FAILED, PASSED
 from spmd_verify.gate import waiver_from
 from spmd_verify.printable import printable
@@ -36,13 +36,14 @@ def run(arguments: argparse.Namespace, say: Say, environment: Mapping[str, str])
         environment: `os.environ`: `accept` asks it for `CI`.
 
     Raises:
-        UsageError: `baseline-exists`, `accept-in-ci`, and what files raise; nothing was written.
+        UsageError: `baseline-exists`, `accept-in-ci`, `record-empty` and what files raise;
+            nothing was written.
     """
     if arguments.action == "list":
         return _list(arguments, say)
     if arguments.action == "history":
         return _history(arguments, say)
-    record = read_record(arguments.record)
+    record = _judged(arguments.record)
     if arguments.action == "save":
         return _save(record, arguments.file, say)
     if arguments.action == "accept":
@@ -57,6 +58,22 @@ def run(arguments: argparse.Namespace, say: Say, environment: Mapping[str, str])
     say("\n".join(found.lines(arguments.file)))
     is_forgiven = found.exit_code == FAILED and arguments.exit_zero
     return PASSED if is_forgiven else found.exit_code
+
+
+def _judged(path: str) -> Record:
+    """Read a record that has cells.
+
+    Raises:
+        RecordError: `record-empty`, and those of records.
+    """
+    record = read_record(path)
+    if not record.cells:
+        raise RecordError(
+            f"The record has no cells: {path}. Got none, expected at least one. Nothing was judged "
+            f"in that run: see what it printed, run it again",
+            slug="record-empty",
+        )
+    return record
 
 
 def _save(record: Record, path: str, say: Say) -> int:

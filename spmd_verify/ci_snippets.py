@@ -101,5 +101,4 @@ def _quoted(word: str) -> str:
             f"Cannot write this into a CI job: {word!r}. It holds a control character. Rename it",
             slug="init-name",
         )
-    # A word that starts with a dash would be read as a flag.
-    return shlex.quote(f"./{word}" if word.startswith("-") else word)
+    return shlex.quote(word)

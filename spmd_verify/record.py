@@ -265,7 +265,7 @@ def decode(text: bytes | str, where: str = "the record") -> Record:
     """
     try:
         plain = msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise _not_a_record(where, str(error)) from error
     if not isinstance(plain, dict) or "schema_version" not in plain:
         raise _not_a_record(where, "no schema_version")

