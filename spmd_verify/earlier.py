@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from spmd_verify.compare_verb import read_record
@@ -28,6 +29,7 @@ class Earlier:
         """
         self.cells: dict[CellKey, Cell] = {}
         self.hashes: dict[str, object] = {}
+        self.environment: dict[str, object] = {}
         self.why_not: str | None = None
         if path:
             self._take(read_record(path), path, current)
@@ -42,10 +44,14 @@ class Earlier:
         if differing:
             self.why_not = f"{path}: other {', '.join(differing)}; every cell runs again"
             return
+        self.environment = record.environment
         hashes = record.unknown.get(HASHES)
         self.hashes = hashes if isinstance(hashes, dict) else {}
         self.cells = {key_of(cell): cell for cell in record.cells if cell.verdict != "error"}
 
-    def cell(self, key: CellKey, source_hash: str) -> Cell | None:
-        """Return a cell that was judged with the same source; None to run it."""
-        return self.cells.get(key) if self.hashes.get(key[0]) == source_hash else None
+    def cell(
+        self, key: CellKey, source_hash: str, environment: Mapping[str, object]
+    ) -> Cell | None:
+        """Return a cell that was judged with the same source on the same machine, else None."""
+        is_same = self.hashes.get(key[0]) == source_hash and self.environment == environment
+        return self.cells.get(key) if is_same else None

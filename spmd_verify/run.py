@@ -250,7 +250,7 @@ class _Run:
         others = []
         for mesh, style in cells:
             key = (address, style, mesh.text(style), self.options.dtype)
-            found = self.earlier.cell(key, report.source_hash)
+            found = self.earlier.cell(key, report.source_hash, report.environment)
             if found is None:
                 others.append((mesh, style))
             else:

@@ -14,6 +14,8 @@ import pytest
 
 from spmd_verify import baseline as baselines
 from spmd_verify import cli
+from spmd_verify.earlier import HASHES, Earlier
+from spmd_verify.errors import UsageError
 from spmd_verify.record import Cause, Cell, Record, Row, WorstTensor, decode, encode
 
 Run = Callable[..., tuple[int, str]]
@@ -417,23 +419,14 @@ def step_mine(model, optimizer, batch, mesh):
 @pytest.mark.dist
 @pytest.mark.slow
 def test_a_planted_fault_is_a_regression_until_it_is_fixed_or_known(
-    run: Run, write_case: Callable[..., str], root: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, write_case: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(root))
-
     def check(factor: str, *words: str) -> tuple[int, str, Record]:
         write_case(CASE.format(factor=factor))
-        asked = ["model.py", "--steps", "1", "--report", "json=r.json", *words]
-        finished = subprocess.run(
-            [sys.executable, "-m", "spmd_verify", *asked, "--styles", "mine"],
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=False,
-        )
-        return finished.returncode, finished.stdout + finished.stderr, decode(
-            Path("r.json").read_bytes()
-        )  # fmt: skip
+        asked = ["model.py", "--styles", "mine", "--steps", "1", "--no-probe", *words]
+        code = cli.main([*asked, "--report", "json=r.json"])
+        shown = capsys.readouterr()
+        return code, shown.out + shown.err, decode(Path("r.json").read_bytes())
 
     name = "model.py/mine dp=2 float32"
     code, out, _ = check("1.0")
@@ -446,30 +439,54 @@ def test_a_planted_fault_is_a_regression_until_it_is_fixed_or_known(
     assert "-> mismatch (factor: " in out
     assert record.unknown["baseline"]["changes"][0]["is_regression"]
     assert run("compare", "r.json", "b.json")[0] == 1
-    # With the fault known, the run passes and says why; the verdict stays.
+    # With the fault known, the run passes and says why; the verdict stays. The cell is taken
+    # from the earlier record, since neither the source nor a setting is another.
     words = ("accept", "r.json", "k.json", "--reason", "issue 9", "--until", "2999-01-01")
     assert run(*words)[0] == 0
-    code, out, record = check("2.0", "--baseline", "k.json")
+    code, out, record = check("2.0", "--baseline", "k.json", "--resume", "r.json")
     assert (code, record.cells[0].verdict) == (0, "mismatch"), out
     assert f"waived: {name}: mismatch (factor): issue 9" in out
+    assert "mine on dp=2" not in out
 
-    code, out, record = check("1.0", "--baseline", "k.json", "--no-probe")
-    assert code == 0, out
-    assert "fixed, remove it: known failure" in out
     # Another torch minor in the file: said, and nothing is compared.
     text = Path("b.json").read_text()
-    Path("b.json").write_text(text.replace("torch 2.13", "torch 2.99"))
-    code, out, record = check("2.0", "--baseline", "b.json", "--exit-zero")
+    Path("n.json").write_text(text.replace("torch 2.13", "torch 2.99"))
+    code, out, record = check("2.0", "--baseline", "n.json", "--resume", "r.json", "--exit-zero")
     assert code == 0
-    assert "warning: skipped: b.json has no cells for torch 2.13" in out
+    assert "warning: skipped: n.json has no cells for torch 2.13" in out
     assert record.unknown["baseline"]["changes"] == []
-    # Its cells are taken from an earlier record only while the source is the same.
-    code, out, record = check("2.0", "--resume", "r.json")
-    assert code == 1
-    assert "SGD probe" not in out
-    assert "reference on one device" in out
-    assert record.cells[0].unknown["seconds"]
-    code, out, record = check("1.0", "--resume", "r.json", "--budget", "1e-9")
-    assert code == 5, out
-    assert record.cells == []
-    assert "not run: model.py" in out
+
+    # Fixed: the source is another, so nothing is taken from the record.
+    code, out, record = check("1.0", "--baseline", "b.json", "--resume", "r.json")
+    assert code == 0, out
+    assert "mine on dp=2" in out
+    assert "1 cells, all as before" in out
+    finished = cli.main(["baseline", "compare", "r.json", "k.json"])
+    assert finished == 0
+    assert "fixed, remove it: known failure" in capsys.readouterr().out
+
+    code, out, record = check("1.0", "--budget", "1e-9")
+    assert (code, record.cells) == (5, [])
+    assert "warning: --budget is over, not run: model.py; --resume RECORD goes on" in out
+
+
+def test_resume_takes_only_cells_of_the_same_source_and_settings(run: Run) -> None:
+    settings: dict[str, Any] = {"steps": 3, "seed": 0}
+    hashes = {"m.py": "aa"}
+    record = Record(
+        tool="t", settings=settings, cells=[cell("ddp", "exact"), cell("dies", "error")],
+        environment=dict(ENVIRONMENT), unknown={HASHES: hashes},
+    )  # fmt: skip
+    Path("r.json").write_bytes(encode(record))
+    key = ("m.py", "ddp", "dp=2", "float32")
+
+    same = Earlier("r.json", Record(tool="t", settings=settings))
+    assert same.cell(key, "aa", ENVIRONMENT) is not None
+    assert same.cell(key, "bb", ENVIRONMENT) is None
+    assert same.cell(key, "aa", {**ENVIRONMENT, "torch": "2.14.0"}) is None
+    assert same.cell(("m.py", "dies", "dp=2", "float32"), "aa", ENVIRONMENT) is None
+    other = Earlier("r.json", Record(tool="u", settings={**settings, "steps": 4}))
+    assert other.cell(key, "aa", ENVIRONMENT) is None
+    assert other.why_not == "r.json: other steps, spmd-verify; every cell runs again"
+    with pytest.raises(UsageError, match="record-unreadable"):
+        Earlier("none.json", record)
