@@ -194,9 +194,20 @@ def encode(baseline: Baseline) -> bytes:
     """Return a baseline as JSON in a stable order, for small differences in git."""
     plain: dict[str, Any] = to_plain(baseline)
     plain["environments"] = {
-        name: dict(sorted(cells.items())) for name, cells in sorted(plain["environments"].items())
+        name: {cell: _said(state) for cell, state in sorted(cells.items())}
+        for name, cells in sorted(plain["environments"].items())
     }
     return (json.dumps(plain, indent=1, ensure_ascii=True) + "\n").encode()
+
+
+def _said(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state without what is nothing; reading puts it back."""
+    nothing = (None, False)
+    return {
+        key: value
+        for key, value in state.items()
+        if not any(value is one for one in nothing) and value not in ("", {})
+    }
 
 
 def write(baseline: Baseline, path: str) -> None:

@@ -25,6 +25,8 @@ KINDS: Final = (REGRESSED, IMPROVED, CHANGED, NEW, GONE, STILL, KNOWN)
 # How much is known of a cell that does not fail; less of it is a regression.
 _PASSING_RANK: Final[Mapping[str, int]] = {"exact": 0, "rounding": 0, "undetermined": 1}
 _NOT_JUDGED: Final = 2
+# A line of the comparison quotes so much of a reason; the run's own report has all of it.
+_MOST_SIGNS: Final = 200
 _FAILING: Final = 3
 
 
@@ -235,8 +237,13 @@ def _counts(what: str, before: Mapping[str, int], after: Mapping[str, int]) -> s
 
 
 def _because(cell: Cell) -> str:
-    """Return the cause, the reason or the message of a cell."""
+    """Return the cause of a cell that fails, or why it has no verdict; else nothing."""
     if cell.cause is not None:
-        return f" ({cell.cause.kind}: {cell.cause.text})"
-    reason = cell.skipped_reason or cell.undetermined_reason or cell.message
-    return f" ({reason})" if reason else ""
+        reason = f"{cell.cause.kind}: {cell.cause.text}"
+    elif cell.verdict in ("exact", "rounding"):
+        return ""
+    else:
+        reason = cell.skipped_reason or cell.undetermined_reason or cell.message
+    left = len(reason) - _MOST_SIGNS
+    cut = f"{reason[:_MOST_SIGNS]} ... {left} more characters" if left > 0 else reason
+    return f" ({cut})" if reason else ""
