@@ -137,7 +137,8 @@ def _summary(runs: Sequence[Entry]) -> str:
     failing = sum(point.fails for point in last.cells.values())
     commit = f" at {last.commit}" if last.commit else ""
     return (
-        f"{len(runs)} run{'' if len(runs) == 1 else 's'}; the last on {last.date}{commit} by {last.tool}: "
+        f"{len(runs)} run{'' if len(runs) == 1 else 's'}; "
+        f"the last on {last.date}{commit} by {last.tool}: "
         f"{len(last.cells)} cells, {failing} failing, exit code {last.exit_code}"
     )
 
