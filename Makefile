@@ -59,8 +59,8 @@ baseline:  ## examples under the engine's and torch's styles: reports/baseline.j
 	record=$$(mktemp -d)/record.json && export PYTHONPATH=. && \
 	$(PYTHON) -m spmd_verify $(BASELINE_CASES) --styles engine,torch --mesh $(MESH) --exit-zero \
 	  --no-cache --report json=$$record && \
-	$(PYTHON) -m spmd_verify baseline accept $$record reports/baseline.json && \
 	$(PYTHON) -m spmd_verify baseline history reports/history.jsonl $$record \
-	  --page reports/history.md
+	  --page reports/history.md && \
+	$(PYTHON) -m spmd_verify baseline accept $$record reports/baseline.json
 
 all: lint types test  ## what CI runs

@@ -24,6 +24,8 @@ MAY_FAIL: Final = (
     "mismatch", "semantic", "not_exercised", "undetermined", "rounding", "unsupported", "error"
 )  # fmt: skip
 MAY_BE_WAIVED: Final = MAY_FAIL[:-1]
+# A project's other waivers, which a run of one case does not need, are named up to this many.
+_MOST_NAMED: Final = 3
 WAIVER_KEYS: Final = ("cells", "reason", "until", "verdict", "kind")
 
 
@@ -134,7 +136,9 @@ class GateRules:
             else:
                 lines += self._of(waiver, near, day)
         if elsewhere:
-            lines.append(f"note: no cell of this run is meant by: {'; '.join(elsewhere)}")
+            more = f" and {len(elsewhere) - _MOST_NAMED} more" * (len(elsewhere) > _MOST_NAMED)
+            named = "; ".join(elsewhere[:_MOST_NAMED])
+            lines.append(f"note: no cell of this run is meant by: {named}{more}")
         return [printable(line) for line in lines]
 
     def _of(self, waiver: Waiver, near: Sequence[Cell], day: date) -> list[str]:

@@ -13,6 +13,7 @@ import msgspec
 
 from spmd_verify.baseline import environment_of, states
 from spmd_verify.errors import RecordError
+from spmd_verify.gate import full_name, suffix_of
 from spmd_verify.record import Record, from_plain, to_plain
 from spmd_verify.whole_file import write_whole
 
@@ -57,10 +58,17 @@ class Entry(msgspec.Struct, kw_only=True):
 
 def entry_of(record: Record, now: datetime | None = None, commit: str | None = None) -> Entry:
     """Return the line of a record."""
-    seconds = [round(cell.duration_seconds, 2) or None for cell in record.cells]
+    suffix = suffix_of(record.settings)
+    seconds = {full_name(cell, suffix): cell.duration_seconds for cell in record.cells}
     cells = {
-        name: Point(verdict=s.verdict, fails=s.fails, cause=s.cause, ratio=s.ratio, seconds=taken)
-        for (name, s), taken in zip(states(record).items(), seconds, strict=False)
+        name: Point(
+            verdict=state.verdict,
+            fails=state.fails,
+            cause=state.cause,
+            ratio=state.ratio,
+            seconds=round(seconds[name], 2) or None,
+        )
+        for name, state in states(record).items()
     }
     return Entry(
         date=(now or datetime.now(UTC)).isoformat(timespec="seconds"),

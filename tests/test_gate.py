@@ -223,3 +223,12 @@ def test_the_run_obeys_the_gate_and_says_what_it_waived(
     assert "0 of 1 cells fail" in out
     assert cli.main(["m.py", "--fail-on", "semantik"]) == 2
     assert "[unknown-verdict]" in capsys.readouterr().err
+    # A wrong baseline is said before anything runs.
+    found.cells.append(cell("mismatch", "user"))
+    assert cli.main(["m.py", "--baseline", "none.json"]) == 2
+    assert "[baseline-unreadable]" in capsys.readouterr().err
+    (project / "b.json").write_text('{"baseline_version": 1, "known_failures": [{"cell": "*/user", '
+        '"reason": "issue 9", "until": "2999-01-01", "verdict": "mismatch"}]}')  # fmt: skip
+    assert cli.main(["m.py", "--baseline", "b.json"]) == 0
+    assert "mismatch: issue 9 (until 2999-01-01)" in capsys.readouterr().out
+    assert cli.main(["certify", "m.py", "--baseline", "b.json"]) == 2
