@@ -25,6 +25,8 @@ KINDS: Final = (REGRESSED, IMPROVED, CHANGED, NEW, GONE, STILL, KNOWN)
 # How much is known of a cell that does not fail; less of it is a regression.
 _PASSING_RANK: Final[Mapping[str, int]] = {"exact": 0, "rounding": 0, "undetermined": 1}
 _NOT_JUDGED: Final = 2
+# A run of some styles leaves out the others, which are named up to this many.
+_MOST_GONE: Final = 3
 # A line of the comparison quotes so much of a reason; the run's own report has all of it.
 _MOST_SIGNS: Final = 200
 _FAILING: Final = 3
@@ -81,7 +83,14 @@ class Comparison:
 
     def lines(self, path: str) -> list[str]:
         """Return the report: warnings, changes, a summary."""
-        found = [*self.warnings, *(change.line for change in self.changes)]
+        gone = [c for c in self.changes if c.kind == GONE and not c.is_regression]
+        is_many = len(gone) > _MOST_GONE
+        shown = [c for c in self.changes if not (is_many and c in gone)]
+        found = [*self.warnings, *(change.line for change in shown)]
+        if is_many:
+            named = ", ".join(change.name for change in gone[:_MOST_GONE])
+            more = len(gone) - _MOST_GONE
+            found.append(printable(f"{GONE:<9}  {named} and {more} more, not in this run"))
         if self.environment is not None:
             counts = Counter(change.kind for change in self.changes)
             told = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS if counts[kind])

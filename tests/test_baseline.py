@@ -143,6 +143,16 @@ def test_another_environment_is_a_warning_and_a_skip_unless_asked(run: Run) -> N
     }  # fmt: skip
 
 
+def test_a_run_of_one_style_names_few_of_those_it_left_out(run: Run) -> None:
+    run("save", put("r.json", *(cell(name, "exact") for name in "abcdefg")), "b.json")
+    code, out = run("compare", put("s.json", cell("a", "exact")), "b.json")
+
+    assert code == 0
+    assert out.count("gone") == 2
+    assert "m.py/d dp=2 float32 and 3 more, not in this run" in out
+    assert run("compare", "s.json", "b.json", "--strict")[1].count("REGRESSION") == 6
+
+
 def test_variants_are_cells_of_their_own(run: Run) -> None:
     run("save", put("r.json", cell("ddp", "exact")), "b.json")
     wrong = cell("ddp", "rounding", tensors=[row("a", 1.0)])
