@@ -5,7 +5,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 WORKERS ?= 2
 
-.PHONY: help setup lint format types test test-fast table styles-table faults clean-matrix calibration costs bench-checker all
+.PHONY: help setup lint format types test test-fast table styles-table faults clean-matrix calibration costs bench-checker baseline all
 
 help:  ## show this text
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | sort
@@ -50,5 +50,17 @@ costs:  ## milliseconds per graph node of capture and partition, on a quiet mach
 
 bench-checker:  ## what checking costs beside the steps, in three ratios; on a quiet machine
 	PYTHONPATH=. $(PYTHON) reports/checker_costs.py
+
+# What `make baseline` runs; `make baseline MESH=4` has another mesh.
+BASELINE_CASES ?= examples/mlp.py examples/conv_groupnorm.py
+MESH ?= 2
+
+baseline:  ## examples under the engine's and torch's styles: reports/baseline.json, history.jsonl
+	record=$$(mktemp -d)/record.json && export PYTHONPATH=. && \
+	$(PYTHON) -m spmd_verify $(BASELINE_CASES) --styles engine,torch --mesh $(MESH) --exit-zero \
+	  --no-cache --report json=$$record && \
+	$(PYTHON) -m spmd_verify baseline history reports/history.jsonl $$record \
+	  --page reports/history.md && \
+	$(PYTHON) -m spmd_verify baseline accept $$record reports/baseline.json
 
 all: lint types test  ## what CI runs

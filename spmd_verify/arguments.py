@@ -9,15 +9,14 @@ from spmd_verify.options import FuzzOptions
 from spmd_verify.variants import DEFAULT_BACKEND, KEYS
 from spmd_verify.version import __version__
 
-VERBS: Final = ("run", "certify", "compare", "fuzz", "styles", "schema")
+VERBS: Final = (
+    "run", "certify", "compare", "baseline", "fuzz", "styles", "schema", "init", "config"
+)  # fmt: skip
 # Verbs of the design that this version does not have; typed alone they are no file names.
 PLANNED_VERBS: Final = (
     "report",
-    "baseline",
     "repro",
     "doctor",
-    "init",
-    "config",
 )
 VARIANT_FLAGS: Final = (*(key.replace("_", "-") for key in sorted(KEYS)), "resume-check")
 
@@ -52,22 +51,30 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     run = verbs.add_parser("run", help="the check")
     _add_run_flags(run)
+    _add_earlier_flags(run)
     certify = verbs.add_parser("certify", help="plant faults in the parallel run: what would a "
         "green table have caught?")  # fmt: skip
     _add_run_flags(certify)
     certify.add_argument("--faults", type=int, metavar="N", help="most faults planted in a cell "
         "(default: 24)")  # fmt: skip
     _add_compare_flags(verbs.add_parser("compare", help="two dumps, or two records"))
+    _add_baseline_flags(verbs.add_parser("baseline", help="keep the state of cells, see what got "
+        "worse"))  # fmt: skip
     _add_fuzz_flags(verbs.add_parser("fuzz", help="drawn models against the engine"))
     verbs.add_parser("styles", help="list the parallel styles")
     verbs.add_parser("schema", help="print the JSON Schema of a record")
+    _add_init_flags(verbs.add_parser("init", help="print a CI job"))
+    config = verbs.add_parser("config", help="every setting and where it comes from")
+    config.add_argument("action", choices=["show"])
+    _add_run_flags(config, targets="*")
+    _add_earlier_flags(config)
     return parser
 
 
-def _add_run_flags(parser: argparse.ArgumentParser) -> None:
+def _add_run_flags(parser: argparse.ArgumentParser, targets: str = "+") -> None:
     """Declare the flags of `run`; None means not given, so that configuration may decide."""
     add = parser.add_argument
-    add("targets", nargs="+", metavar="TARGET", help="model.py, model.py:Net, model.py::case, "
+    add("targets", nargs=targets, metavar="TARGET", help="model.py, model.py:Net, model.py::case, "
         "package.module:make_model, a directory, hf:TYPE")  # fmt: skip
     what = parser.add_argument_group("what to run")
     add = what.add_argument
@@ -98,11 +105,29 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     add("--log-dir", metavar="DIR", help="where rank logs go (default: a temporary folder)")
     add("--no-cache", action="store_true", default=None, help="neither use nor keep references "
         "of other runs")  # fmt: skip
+    add("--budget", type=float, metavar="SECONDS", help="begin no further cell after that time")
     shown = parser.add_argument_group("what to show")
     add = shown.add_argument
-    add("--list", dest="list_only", action="store_true", help="list the cells, run nothing")
+    add(
+        "--list",
+        "--dry-run",
+        dest="list_only",
+        action="store_true",
+        help="list the cells, run nothing",
+    )
     add("--explain", action="store_true", help="say where each part of the case was found")
-    _add_common_flags(parser, shown)
+    code = _add_common_flags(parser, shown)
+    code.add_argument("--fail-on", metavar="VERDICTS", help="which fail a cell, commas (default: "
+        "mismatch,not_exercised,semantic); error always does")  # fmt: skip
+
+
+def _add_earlier_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of `run` that name what earlier runs found."""
+    add = parser.add_argument_group("earlier runs").add_argument
+    add("--baseline", metavar="FILE", help="compare with a baseline; a regression fails, a known "
+        "failure does not")  # fmt: skip
+    add("--resume", metavar="RECORD", help="run only the cells that an earlier record lacks, or "
+        "has as errors")  # fmt: skip
 
 
 def _add_variant_flags(parser: argparse.ArgumentParser) -> None:
@@ -140,8 +165,10 @@ def _add_compare_flags(parser: argparse.ArgumentParser) -> None:
     _add_common_flags(parser, parser.add_argument_group("what to show"))
 
 
-def _add_common_flags(parser: argparse.ArgumentParser, shown: argparse._ArgumentGroup) -> None:
-    """Declare the flags of every verb that judges."""
+def _add_common_flags(
+    parser: argparse.ArgumentParser, shown: argparse._ArgumentGroup
+) -> argparse._ArgumentGroup:
+    """Declare the flags of every verb that judges; return the group about the exit code."""
     add = shown.add_argument
     add("-v", "--verbose", action="count", default=0, help="list tensors; -vv also exact ones; "
         "tracebacks of errors")  # fmt: skip
@@ -153,6 +180,47 @@ def _add_common_flags(parser: argparse.ArgumentParser, shown: argparse._Argument
     add("--strict", action="store_true", default=None, help="undetermined and unexercised rows "
         "fail too")  # fmt: skip
     add("--exit-zero", action="store_true", help="exit 0 instead of 1")
+    return code
+
+
+def _add_baseline_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare the actions of `baseline`."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+
+    def action(name: str, text: str) -> argparse.ArgumentParser:
+        found = actions.add_parser(name, help=text, description=text)
+        if name not in ("list", "history"):
+            found.add_argument("record", metavar="RECORD", help="what --report json=PATH wrote")
+        found.add_argument("file", metavar="FILE", help="of JSON lines" if name == "history" else
+            "the baseline")  # fmt: skip
+        return found
+
+    action("save", "add a run's cells to a baseline; what it has is not changed")
+    compare = action("compare", "say what got worse or better; exit 1 for a regression")
+    compare.add_argument("--strict", action="store_true", help="every change fails that is not for "
+        "the better")  # fmt: skip
+    compare.add_argument("--exit-zero", action="store_true", help="exit 0 instead of 1")
+    compare.add_argument("--environment", metavar="NAME", help="compare with the cells of another "
+        "torch, backend or instruction set")  # fmt: skip
+    accept = action("accept", "show the difference and make the run's cells the baseline's")
+    accept.add_argument("--yes", action="store_true", help="also where CI is set")
+    accept.add_argument("-k", dest="match", metavar="GLOB", help="only cells that match")
+    accept.add_argument("--reason", help="failing cells become known failures, for this reason")
+    accept.add_argument("--until", metavar="DATE", help="last day of that, 2027-01-31")
+    action("list", "print what a baseline holds")
+    history = action("history", "append runs to a history, one JSON line each, and print it")
+    history.add_argument("records", nargs="*", metavar="RECORD")
+    history.add_argument("--page", metavar="PATH", help="write the trend to PATH.md or PATH.html")
+
+
+def _add_init_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of `init`."""
+    add = parser.add_argument
+    add("service", choices=["github", "gitlab"])
+    add("targets", nargs="*", metavar="TARGET", help="as of run (default: the current folder)")
+    add("--mesh", help="as of run")
+    add("--styles", metavar="IDS", help="as of run")
+    add("--baseline", metavar="FILE", help="as of run")
 
 
 def _add_fuzz_flags(parser: argparse.ArgumentParser) -> None:
@@ -203,6 +271,9 @@ def flag_settings(arguments: argparse.Namespace) -> dict[str, Any]:
         "log-dir": arguments.log_dir,
         "no-cache": arguments.no_cache,
         "strict": arguments.strict,
+        "fail-on": None if arguments.fail_on is None else _split([arguments.fail_on]),
+        "baseline": getattr(arguments, "baseline", None),
+        "budget": arguments.budget,
         "probe": arguments.probe,
         "pp-schedule": arguments.pp_schedule,
         **{key: getattr(arguments, key.replace("-", "_")) for key in VARIANT_FLAGS},

@@ -5,6 +5,7 @@ Only the verbs `run`, `compare` and `fuzz` import torch.
 
 import argparse
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 from spmd_verify.arguments import flag_settings, parse_arguments, report_argument
 from spmd_verify.errors import InternalError, SpmdVerifyError
 from spmd_verify.exit_codes import INTERNAL, INTERRUPTED, PASSED, WRONG_USE
+from spmd_verify.gate import GateRules
 from spmd_verify.mesh_spec import parse_mesh, parse_sweep
 from spmd_verify.options import FuzzOptions, Options
 from spmd_verify.style_ids import ENTRY_POINTS, STYLES, plugins
@@ -36,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             "fuzz": _fuzz,
             "styles": _styles,
             "schema": _schema,
+            "baseline": _baseline,
+            "init": _init,
+            "config": _config,
         }
         return verbs[arguments.verb](arguments, words)
     except SystemExit as leave:  # argparse: 0 after --help, 2 after a wrong flag
@@ -73,7 +78,9 @@ def options_from(arguments: argparse.Namespace, words: Sequence[str]) -> Options
     """
     from spmd_verify import config  # not for --help
 
-    settings: dict[str, Any] = {**config.load(Path.cwd()), **flag_settings(arguments)}
+    found = config.read(Path.cwd())
+    given = {key: setting.value for key, setting in found.settings.items()}
+    settings: dict[str, Any] = {**given, **flag_settings(arguments)}
     if "mesh" in settings:
         settings["mesh"] = parse_mesh(settings["mesh"])
     renamed = {"timeout": "timeout_seconds"}
@@ -91,6 +98,8 @@ def options_from(arguments: argparse.Namespace, words: Sequence[str]) -> Options
         reports=tuple(report_argument(text) for text in arguments.report),
         overrides={"inputs": "adversarial"} if arguments.adversarial else {},
         variants=variants,
+        gate=GateRules(overrides=found.overrides, waivers=found.waivers),
+        resume=getattr(arguments, "resume", None) or "",
         command=("spmd-verify", *words),
         **settings,
     ).checked()
@@ -104,17 +113,18 @@ def _run(arguments: argparse.Namespace, words: list[str]) -> int:
     addresses = expand(options.targets)
     if options.list_only:
         return _list(addresses, options)
-    from spmd_verify.exit_codes import decide
+    from spmd_verify import run_gate
     from spmd_verify.progress import Progress
     from spmd_verify.reporters import terminal, write_report
     from spmd_verify.run import verify
 
+    options, baseline = run_gate.prepared(options)
     progress = Progress(quiet=options.verbosity < 0)
     try:
         record = verify(options, progress)
     finally:
         progress.close()
-    record.exit_code = decide(record.cells, strict=options.strict, exit_zero=options.exit_zero)
+    record.exit_code = run_gate.finish(record, options, baseline)
     text = terminal.render(record, verbosity=options.verbosity, explain=options.explain)
     print(text, flush=True)
     for report_format, path in options.reports:
@@ -221,4 +231,31 @@ def _schema(arguments: argparse.Namespace, words: list[str]) -> int:
     from spmd_verify.record import json_schema  # msgspec, not for --help
 
     print(json.dumps(json_schema(), indent=1))
+    return PASSED
+
+
+def _baseline(arguments: argparse.Namespace, words: list[str]) -> int:
+    """Keep the state of cells, or compare with it."""
+    del words
+    from spmd_verify import baseline_verb  # msgspec, not for --help
+
+    return baseline_verb.run(arguments, lambda text: print(text, flush=True), os.environ)
+
+
+def _init(arguments: argparse.Namespace, words: list[str]) -> int:
+    """Print a CI job."""
+    del words
+    from spmd_verify import ci_snippets  # not for --help
+
+    print(ci_snippets.snippet(arguments), end="")
+    return PASSED
+
+
+def _config(arguments: argparse.Namespace, words: list[str]) -> int:
+    """Print every setting and where it comes from."""
+    from spmd_verify import config, config_show  # not for --help
+
+    options = options_from(arguments, words)
+    flags = flag_settings(arguments)
+    print(config_show.render(config.read(Path.cwd()), flags, options))
     return PASSED

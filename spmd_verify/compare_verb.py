@@ -50,7 +50,7 @@ def _is_record(path: str) -> bool:
 
 def _compare_records(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Record, str]:
     """Compare two records cell by cell; the result holds the newer one's cells."""
-    before, after = _read_record(arguments.reference), _read_record(arguments.candidate)
+    before, after = read_record(arguments.reference), read_record(arguments.candidate)
     found = record_changes.changes(before, after, strict=bool(arguments.strict))
     code = record_changes.exit_code(found)
     record = _record(arguments, command)
@@ -63,7 +63,7 @@ def _compare_records(arguments: argparse.Namespace, command: Sequence[str]) -> t
     return record, record_changes.render(before, after, found)
 
 
-def _read_record(path: str) -> Record:
+def read_record(path: str) -> Record:
     """Read one record."""
     try:
         content = Path(path).read_bytes()

@@ -19,14 +19,22 @@ STRICT_ROWS: Final = ("undetermined", "not_exercised", "mismatch")
 
 
 def fails(cell: "Cell", *, strict: bool = False) -> bool:
-    """Say whether a cell counts as failed.
+    """Say whether a cell counts as failed; one whose ranks failed (`error`) is not judged.
 
-    Under `strict` a cell also fails for an undetermined, unexercised or mismatching row
-    that did not fail the cell by itself.
+    What the run's gate said of the cell decides, waivers included; else its verdict. Under
+    `strict` a cell also fails for an undetermined, unexercised or mismatching row that did not
+    fail the cell by itself.
     """
-    if cell.verdict in FAILING:
-        return True
-    if not strict or cell.verdict in ("unsupported", "error"):
+    if cell.verdict == "error":
+        return False
+    if cell.gate is not None:
+        return cell.gate.fails
+    return cell.verdict in FAILING or (strict and has_doubtful_rows(cell))
+
+
+def has_doubtful_rows(cell: "Cell") -> bool:
+    """Say whether a cell fails under `strict` alone."""
+    if cell.verdict in ("unsupported", "error"):
         return False
     return cell.verdict == "undetermined" or any(cell.counts.get(word) for word in STRICT_ROWS)
 

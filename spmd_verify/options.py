@@ -5,12 +5,14 @@ Torch-free. The command line makes an `Options`; `spmd_verify.run.verify` obeys 
 
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from spmd_verify.errors import UsageError, choices_text
+from spmd_verify.gate import GateRules, check_fail_on, suffix_of
 from spmd_verify.mesh_spec import MeshSpec
 from spmd_verify.variants import Variants
+from spmd_verify.verdict import LIMITS
 
 DTYPES: Final[tuple[str, ...]] = ("float32", "float64", "bfloat16")
 # Dtypes in which a wrong formula is far above rounding (`drawn_check.TOLERANCES`).
@@ -45,6 +47,11 @@ class Options:
         match: Glob over cell ids `case/style`; None selects all (`-k`).
         stop_at_first: Stop after the first cell that fails (`-x`).
         strict: `undetermined` and `not_exercised` rows fail too.
+        fail_on: Verdicts that fail a cell; empty for those of the exit-code table.
+        gate: Overrides and waivers; `rules` has the two above too.
+        baseline: Baseline to compare with after the run; empty for none.
+        resume: Record whose cells are not run again; empty for none.
+        budget: After so many seconds no further cell begins; None for no end.
         probe: Whether a plain SGD step is judged beside the case's optimizer; None: under
             styles that train real modules.
         exit_zero: Exit 0 where the table says 1.
@@ -77,6 +84,11 @@ class Options:
     match: str | None = None
     stop_at_first: bool = False
     strict: bool = False
+    fail_on: tuple[str, ...] = ()
+    gate: GateRules = field(default_factory=GateRules)
+    baseline: str = ""
+    resume: str = ""
+    budget: float | None = None
     probe: bool | None = None
     exit_zero: bool = False
     explain: bool = False
@@ -110,13 +122,42 @@ class Options:
         """Return the largest world size allowed."""
         return MAX_RANKS[self.runner] if self.max_ranks is None else self.max_ranks
 
+    @property
+    def settings(self) -> dict[str, object]:
+        """Return the options as the record keeps them, with the limits c."""
+        return {
+            "styles": list(self.styles),
+            "mesh": [[[name, size] for name, size in mesh.axes] for mesh in self.meshes],
+            "dtype": self.dtype,
+            "steps": self.steps,
+            "seed": self.seed,
+            "timeout_seconds": self.timeout_seconds,
+            "runner": self.runner,
+            "strict": self.strict,
+            "fail_on": list(self.fail_on or self.gate.fail_on),
+            "probe": self.probe,
+            "resume_check": self.resume_check,
+            "overrides": self.case_overrides,
+            "limits": {f"{dtype}/{norm}": c for (dtype, norm), c in LIMITS.items()},
+        }
+
+    @property
+    def rules(self) -> GateRules:
+        """Return what decides whether a cell fails, with this run's verdicts and names."""
+        return replace(
+            self.gate,
+            fail_on=self.fail_on or self.gate.fail_on,
+            strict=self.strict,
+            suffix=suffix_of(self.settings),
+        )
+
     def checked(self) -> "Options":
         """Return self if every value is in range.
 
         Raises:
             UsageError: `unknown-dtype`, `unknown-runner`, `unknown-schedule`, `bad-number`,
                 `mesh-too-large`, `unknown-report-format`, `two-kinds-of-inputs`,
-                `exact-variants`, `nothing-to-lower`, `two-precisions`.
+                `exact-variants`, `nothing-to-lower`, `two-precisions`, `unknown-verdict`.
         """
         if self.exact and (self.variants.overrides() or self.resume_check):
             raise UsageError(
@@ -142,8 +183,11 @@ class Options:
         _check_number("--max-ranks", self.rank_limit, 1)
         if not self.timeout_seconds > 0:
             raise _out_of_range("--timeout", self.timeout_seconds, "more than 0 seconds")
+        if self.budget is not None and not self.budget > 0:
+            raise _out_of_range("--budget", self.budget, "more than 0 seconds")
         for mesh in self.meshes:
             check_rank_limit(mesh.num_ranks, self.rank_limit, self.runner)
+        check_fail_on(self.fail_on, "--fail-on")
         return self
 
 

@@ -16,7 +16,8 @@ from spmd_verify.errors import RecordError
 
 # 1.0: first version.
 # 1.1: `ties` of a cell.
-SCHEMA_VERSION: Final = "1.1"
+# 1.2: `gate` of a cell.
+SCHEMA_VERSION: Final = "1.2"
 # What the root module is called in names of its outputs.
 ROOT: Final = "model"
 _NON_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -150,10 +151,26 @@ class Tie(msgspec.Struct, kw_only=True):
     unknown: dict[str, Any] = {}
 
 
+class Gate(msgspec.Struct, kw_only=True):
+    """What the run's settings and waivers made of a cell's verdict.
+
+    Attributes:
+        fails: Whether the cell makes the run exit with 1 or 3.
+        waived: Reason of the waiver or known failure that lets it pass; None without one.
+        until: Last day of that, `2027-01-31`; None for no end.
+    """
+
+    fails: bool
+    waived: str | None = None
+    until: str | None = None
+    unknown: dict[str, Any] = {}
+
+
 class Cell(msgspec.Struct, kw_only=True):
     """One case under one style on one mesh in one dtype.
 
-    `ties` are near ties that the style decided otherwise than the reference.
+    `ties` are near ties that the style decided otherwise than the reference; `gate` is None where
+    no gate has judged the cell.
     """
 
     case: str
@@ -176,6 +193,7 @@ class Cell(msgspec.Struct, kw_only=True):
     duration_seconds: float = 0.0
     log: str | None = None
     ties: list[Tie] = []
+    gate: Gate | None = None
     tensors: list[Row] = []
     unknown: dict[str, Any] = {}
 
@@ -231,7 +249,7 @@ class Record(msgspec.Struct, kw_only=True):
 
 def encode(record: Record) -> bytes:
     """Return a record as indented JSON, NaN and infinities as strings."""
-    text = msgspec.json.encode(_to_plain(record))
+    text = msgspec.json.encode(to_plain(record))
     return msgspec.json.format(text, indent=1) + b"\n"
 
 
@@ -247,7 +265,7 @@ def decode(text: bytes | str, where: str = "the record") -> Record:
     """
     try:
         plain = msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise _not_a_record(where, str(error)) from error
     if not isinstance(plain, dict) or "schema_version" not in plain:
         raise _not_a_record(where, "no schema_version")
@@ -262,7 +280,7 @@ def decode(text: bytes | str, where: str = "the record") -> Record:
             slug="record-too-new",
         )
     try:
-        record: Record = _from_plain(Record, plain)
+        record: Record = from_plain(Record, plain)
     except (msgspec.ValidationError, TypeError) as error:
         raise _not_a_record(where, str(error)) from error
     return record
@@ -288,42 +306,43 @@ def _not_a_record(where: str, why: str) -> RecordError:
     )
 
 
-def _to_plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """Turn structs into dicts, unknown keys merged in, non-finite floats into strings."""
     if isinstance(value, msgspec.Struct):
         known = {
-            name: _to_plain(getattr(value, name))
+            name: to_plain(getattr(value, name))
             for name in value.__struct_fields__
             if name != "unknown"
         }
-        return {**known, **_to_plain(getattr(value, "unknown", {}))}
+        return {**known, **to_plain(getattr(value, "unknown", {}))}
     if isinstance(value, dict):
-        return {str(key): _to_plain(member) for key, member in value.items()}
+        return {str(key): to_plain(member) for key, member in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_to_plain(member) for member in value]
+        return [to_plain(member) for member in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
     return value
 
 
-def _from_plain(kind: Any, value: Any) -> Any:
+def from_plain(kind: Any, value: Any) -> Any:
     """Make a value of an annotated type from plain JSON."""
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         if not isinstance(value, dict):
             raise TypeError(f"{kind.__name__} is no object but {value!r}")
         hints = get_type_hints(kind)
         names = set(kind.__struct_fields__) - {"unknown"}
-        known = {name: _from_plain(hints[name], value[name]) for name in value if name in names}
+        known = {name: from_plain(hints[name], value[name]) for name in value if name in names}
         return kind(**known, unknown={key: value[key] for key in value if key not in names})
     members = [member for member in get_args(kind) if member is not type(None)]
     if value is None or kind is Any:
         return msgspec.convert(value, kind)
     if get_origin(kind) is list:
-        return [_from_plain(members[0], member) for member in msgspec.convert(value, list)]
+        return [from_plain(members[0], member) for member in msgspec.convert(value, list)]
     if get_origin(kind) is dict:
-        return {key: _from_plain(members[1], member) for key, member in value.items()}
+        pairs = msgspec.convert(value, dict).items()
+        return {key: from_plain(members[1], member) for key, member in pairs}
     if members:
-        return _from_plain(members[0], value)
+        return from_plain(members[0], value)
     if kind is float and isinstance(value, str) and value in _NON_FINITE:
         return _NON_FINITE[value]
     return msgspec.convert(value, kind)

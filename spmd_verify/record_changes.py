@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from spmd_verify.exit_codes import FAILED, PASSED, RANK_FAILED, fails
+from spmd_verify.exit_codes import FAILED, PASSED, RANK_FAILED, fails, has_doubtful_rows
 from spmd_verify.record import Cell, Record
 
 CellKey = tuple[str, str, str, str]
@@ -42,7 +42,7 @@ class Change:
         mark = "  REGRESSION" if self.is_regression else ""
         cause = self.after.cause if self.after is not None else None
         because = f" ({cause.kind}: {cause.text})" if cause is not None and mark else ""
-        return f"{self.kind:<7}  {_name(cell)}: {was} -> {now}{mark}{because}"
+        return f"{self.kind:<7}  {name_of(cell)}: {was} -> {now}{mark}{because}"
 
 
 def changes(before: Record, after: Record, *, strict: bool = False) -> list[Change]:
@@ -53,8 +53,8 @@ def changes(before: Record, after: Record, *, strict: bool = False) -> list[Chan
         after: The newer one.
         strict: See `Change.is_regression`.
     """
-    known = {_key(cell): cell for cell in before.cells}
-    current = {_key(cell): cell for cell in after.cells}
+    known = {key_of(cell): cell for cell in before.cells}
+    current = {key_of(cell): cell for cell in after.cells}
     found = [
         Change(known.get(key), cell, strict=strict)
         for key, cell in current.items()
@@ -88,10 +88,12 @@ def render(before: Record, after: Record, found: Sequence[Change]) -> str:
 
 def _is_failing(cell: Cell, *, strict: bool) -> bool:
     """Say whether a cell is one that a run exits with 1 or 3 for."""
-    return cell.verdict == "error" or fails(cell, strict=strict)
+    is_waived = cell.gate is not None and cell.gate.waived is not None
+    is_doubtful = strict and not is_waived and has_doubtful_rows(cell)
+    return cell.verdict == "error" or fails(cell, strict=strict) or is_doubtful
 
 
-def _key(cell: Cell) -> CellKey:
+def key_of(cell: Cell) -> CellKey:
     """Return what makes a cell the same in two records."""
     return cell.case, cell.style, cell.mesh, cell.dtype
 
@@ -102,6 +104,6 @@ def _state(cell: Cell) -> tuple[str, object]:
     return cell.verdict, None if first is None else (first.step, first.stage, first.tensor)
 
 
-def _name(cell: Cell) -> str:
+def name_of(cell: Cell) -> str:
     """Return a cell's name with its mesh and dtype."""
     return f"{cell.id} {cell.mesh} {cell.dtype}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -19,6 +20,7 @@ import msgspec
 import spmd_verify.record as records
 from spmd_verify.address import expand
 from spmd_verify.conditions import condition
+from spmd_verify.earlier import HASHES, Earlier
 from spmd_verify.errors import RankError, SpmdVerifyError
 from spmd_verify.examiner import Examiner
 from spmd_verify.exit_codes import fails
@@ -55,7 +57,6 @@ from spmd_verify.stopwatch import Stopwatch
 from spmd_verify.style_ids import ENGINE, select
 from spmd_verify.styles import axes_of
 from spmd_verify.teacher import Teacher
-from spmd_verify.verdict import LIMITS
 from spmd_verify.version import __version__
 from spmd_verify.whole_file import write_whole
 
@@ -121,12 +122,15 @@ def verify(options: Options, progress: Progress, after_cell: AfterCell | None = 
     found = Record(
         tool=f"spmd-verify {__version__}",
         command=list(options.command),
-        settings=_settings(options),
+        settings=options.settings,
     )
     with work_folder() as work_dir, LogFolder(options.log_dir) as logs:
         run = _Run(options, progress, found, work_dir, logs, after_cell)
         try:
             for address in addresses:
+                if run.is_over_budget:
+                    run.leave_out(address)
+                    continue
                 run.judge_case(address, is_only=len(addresses) == 1)
                 if run.is_stopped:
                     break
@@ -147,24 +151,6 @@ def _conditions(record: Record) -> dict[str, str]:
     return {case: text for case, text in said.items() if text is not None}
 
 
-def _settings(options: Options) -> dict[str, object]:
-    """Return the options as the record keeps them, with the limits c."""
-    return {
-        "styles": list(options.styles),
-        "mesh": [[[name, size] for name, size in mesh.axes] for mesh in options.meshes],
-        "dtype": options.dtype,
-        "steps": options.steps,
-        "seed": options.seed,
-        "timeout_seconds": options.timeout_seconds,
-        "runner": options.runner,
-        "strict": options.strict,
-        "probe": options.probe,
-        "resume_check": options.resume_check,
-        "overrides": options.case_overrides,
-        "limits": {f"{dtype}/{norm}": c for (dtype, norm), c in LIMITS.items()},
-    }
-
-
 @dataclass
 class _Run:
     """One run while it goes on."""
@@ -177,6 +163,8 @@ class _Run:
     after_cell: AfterCell | None = None
     is_stopped: bool = False
     ties: dict[str, list[Tie]] = field(default_factory=dict)  # near ties, by store
+    earlier: Earlier = field(init=False)
+    started: float = field(default_factory=time.monotonic)
     solo: Pool = field(init=False)
     runner: ProcessRunner | LockstepRunner = field(init=False)
 
@@ -186,6 +174,19 @@ class _Run:
         self.solo = Pool(1, name="reference", **folders)
         is_lockstep = self.options.runner == "lockstep"
         self.runner = LockstepRunner(**folders) if is_lockstep else ProcessRunner(**folders)
+        self.earlier = Earlier(self.options.resume, self.record)
+        if self.earlier.why_not:
+            self.progress.note(f"--resume: {self.earlier.why_not}")
+
+    @property
+    def is_over_budget(self) -> bool:
+        """Say whether no further cell may begin."""
+        budget = self.options.budget
+        return budget is not None and time.monotonic() - self.started >= budget
+
+    def leave_out(self, what: str) -> None:
+        """Say in the record what the budget did not reach."""
+        self.record.unknown.setdefault("not_run", []).append(what)
 
     @property
     def cache_path(self) -> str:
@@ -207,7 +208,8 @@ class _Run:
             report = decode(self.ask_solo(LOAD_JOB, encode(case)), CaseReport)
             self._describe(address, report, is_only=is_only)
             styles = list(self._selected(address, report))
-            if not styles:
+            cells = self._unless_known(address, self._cells(styles, report), report)
+            if not cells:
                 return
             is_engine = set(styles) <= set(ENGINE)
             decided = report.engine_overrides if is_engine else report.overrides
@@ -222,7 +224,10 @@ class _Run:
             return
         prober, resumer = Prober(self, case, report, reference), Resumer(self, report)
         try:
-            for mesh, style in self._cells(styles, report):
+            for mesh, style in cells:
+                if self.is_over_budget:
+                    self.leave_out(f"{address}/{style} {mesh.text(style)}")
+                    continue
                 self._judge_style(self._spec(case, style, mesh, store_path), prober, resumer)
                 if self.is_stopped:
                     return
@@ -236,6 +241,21 @@ class _Run:
         for style in styles:
             if style in report.meshes:
                 yield MeshSpec(tuple(report.meshes[style].items())), style
+
+    def _unless_known(
+        self, address: str, cells: Iterator[tuple[MeshSpec, str]], report: CaseReport
+    ) -> list[tuple[MeshSpec, str]]:
+        """Take the cells that an earlier record has, and return the others."""
+        self.record.unknown.setdefault(HASHES, {})[address] = report.source_hash
+        others = []
+        for mesh, style in cells:
+            key = (address, style, mesh.text(style), self.options.dtype)
+            found = self.earlier.cell(key, report.source_hash, report.environment)
+            if found is None:
+                others.append((mesh, style))
+            else:
+                self._add(found)
+        return others
 
     def _describe(self, address: str, report: CaseReport, *, is_only: bool) -> None:
         """Put what loading a case told into the record; of several, hooks by their address."""
@@ -384,12 +404,13 @@ class _Run:
 
     def _add(self, cell: Cell) -> None:
         """Put a finished cell into the record, and the record on disk where one is asked for."""
+        self.options.rules.judge(cell)
         self.record.cells.append(cell)
         self.progress.finished(cell)
         for report_format, path in self.options.reports:
             if report_format == "json" and path != "-":
                 write_whole(path, records.encode(self.record))
-        is_failing = cell.verdict == "error" or fails(cell, strict=self.options.strict)
+        is_failing = cell.verdict == "error" or fails(cell)
         self.is_stopped = self.options.stop_at_first and is_failing
 
 

@@ -95,6 +95,7 @@ def test_the_fields_are_those_of_the_page() -> None:
         "duration_seconds",
         "log",
         "ties",
+        "gate",
         "tensors",
     }
     assert set(cell["tensors"][0]) == {
@@ -137,6 +138,8 @@ def test_the_fields_are_those_of_the_page() -> None:
         ('{"schema_version": "x"}', "not-a-record"),
         ('{"schema_version": "1.0", "cells": 3}', "not-a-record"),
         ('{"schema_version": "1.0", "cells": [{"style": "x"}]}', "not-a-record"),
+        ('{"schema_version": "1.0", "settings": []}', "not-a-record"),
+        ("[" * 100_000, "not-a-record"),
         ('{"schema_version": "2.0"}', "record-too-new"),
     ],
 )

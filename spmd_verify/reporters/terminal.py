@@ -206,6 +206,7 @@ def _summary(record: Record) -> str:
     lines += [_exactness(*pair) for pair in record.unknown.get("exact", {}).items()]
     for address, notes in record.unknown.get("notes", {}).items():
         lines += [f"note: {address}: {note}" for note in notes]
+    lines += record.unknown.get("gate", [])  # waivers and the baseline, already printable
     return "\n".join(lines)
 
 

@@ -69,6 +69,7 @@ def describe_case(context: Context, payload: bytes) -> bytes:
         "machine": platform.machine(),
         "system": platform.system(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "backend": "gloo",
     }
     return encode(
         CaseReport(
