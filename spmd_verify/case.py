@@ -61,6 +61,7 @@ DTYPES: Final[dict[str, torch.dtype]] = {
 }
 # Large enough to move every parameter visibly, small enough for a few steps of anything.
 PROBE_LEARNING_RATE: Final = 1e-2
+TOLERANCES_NOTE: Final = "tolerances() is not used: every tensor's own noise is measured"
 # Overrides that change how a case is run, not what it is.
 SETTINGS: Final = KEYS | {"between", "exact", "inputs", "optimizer", "random", "rows", "schedule"}
 _REFUSED_OPTIMIZERS: Final = ("LBFGS", "SparseAdam")
@@ -387,7 +388,8 @@ class LoadedCase:
     def notes(self, output: Any) -> list[str]:
         """Return the remarks a report prints about the case, given one forward's output."""
         made_up = self.hooks.loss is None and self.hooks.step is None and own_loss(output) is None
-        return [PROJECTION_NOTE] if made_up else []
+        unused = [TOLERANCES_NOTE] if self.hooks.tolerances is not None else []
+        return [PROJECTION_NOTE, *unused] if made_up else unused
 
 
 def load_case(

@@ -52,7 +52,7 @@ class Case:
         input_sharding: `() -> {argument: {axis: dim or None}}` or `{argument: dim or None}`.
         tp_plan: Passed to the built-in tensor-parallel styles.
         wrap_policy: Passed to the built-in sharding styles.
-        tolerances: Passed to the judge.
+        tolerances: Not used, with a note: noise is measured.
         styles: The file's own styles by name.
         origin: Where each hook was found, for `--explain`.
     """

@@ -85,7 +85,8 @@ class Prober:
         if self.is_pointless:
             return False
         asked = self.run.options.probe
-        return style not in ENGINE if asked is None else asked
+        is_named = style not in ENGINE and ":" not in style  # a place may name an engine's
+        return is_named if asked is None else asked
 
     def _ready(self) -> bool:
         """Make the reference once; say whether there is one."""

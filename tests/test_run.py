@@ -294,7 +294,10 @@ def is_running(pid: int) -> bool:
 
 
 def test_an_eval_forward_that_fails_costs_its_stage_only(write_case: CaseWriter) -> None:
-    options = Options(targets=(write_case(EVAL_FAILS),), steps=2, runner="lockstep")
+    options = Options(
+        targets=(write_case(EVAL_FAILS),), styles=("replicate", "fully_shard"), steps=2,
+        runner="lockstep",
+    )  # fmt: skip
     record = run.verify(options, Events())
 
     assert {cell.verdict for cell in record.cells} == {"rounding"}
