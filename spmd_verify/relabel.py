@@ -164,17 +164,16 @@ class _Step:
             return False
         if row.stage not in UPDATE_STAGES:
             return self.has_gradients or row.stage not in _FORWARD
-        if row.stage != "clipping" and first.exhibit.copies_differ(row):
-            return False
+        differ = row.stage != "clipping" and first.exhibit.copies_differ(row)
         if self.exhibit is None:
-            return True
+            return not differ
         if self.promised is None:
             return False
         own = self.own(row)
         found = held(self.exhibit, self.promised, own)
         if not found.is_right:
             self.show(row, own, found)
-        return found.is_right
+        return found.is_right and not differ
 
     def own(self, row: Row) -> Row:
         """Return a row of the cell as the step's exhibit has it."""
