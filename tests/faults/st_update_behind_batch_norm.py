@@ -40,8 +40,9 @@ class Faulty(torch.optim.SGD):
         before = [local(p).clone() for p in params]
         super().step(closure)
         self.calls += 1
-        for old, p in zip(before, params) if dist.is_initialized() and dist.get_rank() == 1 else ():
-            local(p).lerp_(old, 0.5)
+        for old, p in zip(before, params, strict=True):
+            if dist.is_initialized() and dist.get_rank() == 1:
+                local(p).lerp_(old, 0.5)
 
 
 def get_optimizer(params):

@@ -4,7 +4,6 @@ Class: https://github.com/pytorch/pytorch/issues/22192
 """
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 
@@ -27,24 +26,13 @@ def loss(output):
     return (output - torch.arange(4)).square().mean()
 
 
-def local(value):
-    return getattr(value, "_local_tensor", value).detach()
-
-
-class Faulty(torch.optim.SGD):
-    calls = 0
-
+class Plain(torch.optim.SGD):
     def step(self, closure=None):
-        params = [p for group in self.param_groups for p in group["params"]]
-        before = [local(p).clone() for p in params]
         super().step(closure)
-        self.calls += 1
-        for old, p in zip(before, params) if dist.is_initialized() and True else ():
-            pass
 
 
 def get_optimizer(params):
-    return Faulty(params, lr=0.05, momentum=0.9)
+    return Plain(params, lr=0.05, momentum=0.9)
 
 
 MEANING = {"verdict": "semantic", "kind": ["batch_statistics"], "mentions": ["norm"]}
