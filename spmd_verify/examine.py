@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from spmd_verify import causes, per_rank
+from spmd_verify import causes
 from spmd_verify.causes import words
 from spmd_verify.causes.forward import affected, explained
 from spmd_verify.causes.words import cause
@@ -17,6 +17,7 @@ from spmd_verify.dump import read
 from spmd_verify.exhibit import Exhibit
 from spmd_verify.record import Cause, Cell, FirstDivergence, Row
 from spmd_verify.redraws import redraw
+from spmd_verify.relabel import relabel
 from spmd_verify.rows import worst_row
 from spmd_verify.runner.jobs import loaded
 from spmd_verify.runner.specs import ExamineReport, ExamineRequest, decode, encode
@@ -77,7 +78,7 @@ class Examination:
             mark_downstream(self.cell.tensors, first)
             return ExamineReport(self.encoded())
         found = self.reported_value(first) or causes.find(self.exhibit, first)
-        found = per_rank.relabel(self.exhibit, self.cell, first, found)
+        first, found = relabel(self.exhibit, self.cell, first, found)
         wanted = ""
         if found is None:
             wanted = self.wanted(first)
@@ -164,10 +165,8 @@ class Examination:
 
     def is_wrong_input(self, row: Row) -> bool:
         """Say whether slices of an input are missing, doubled or altered over the ranks."""
-        argument = self.exhibit.seen.arguments.get(row.name)
-        if argument is None:
-            return not row.shape and row.verdict == Verdict.MISMATCH
-        return not argument.is_known or bool(argument.missing() or argument.doubled())
+        is_wrong = self.exhibit.seen.is_wrong(row.name)
+        return not row.shape and row.verdict == Verdict.MISMATCH if is_wrong is None else is_wrong
 
     def reported_value(self, first: Row) -> Cause | None:
         """`reported_value`: only a loss or a norm differs; training is right."""

@@ -59,9 +59,10 @@ class Examiner:
     def _examined(self, spec: CellSpec, cell: Cell, folder: str) -> Cell:
         """Run a cell again with a dump, and ask until nothing more is wanted."""
         assert cell.first_divergence is not None
-        again = msgspec.structs.replace(
-            spec, dump_path=folder, last_step=cell.first_divergence.step
-        )
+        # A style that may only mean something else is asked for every step: docs/design.md 3.7.
+        is_per_rank = any(cell.unknown.get("facts", {}).get("is_per_rank", ()))
+        last = -1 if is_per_rank else cell.first_divergence.step
+        again = msgspec.structs.replace(spec, dump_path=folder, last_step=last)
         ties = self._near_ties(spec, cell)
         replay = self._replay(again) if ties else None
         if replay is not None:
@@ -73,6 +74,8 @@ class Examiner:
             if isinstance(answer, Failure):
                 return self._unexamined(cell, f"no cause was looked for: {answer.reason}")
         experiments: dict[str, bool | None] = {}
+        assert cell.first_divergence is not None, "returned above where a replay has none"
+        asked = cell.first_divergence.step
         while True:
             request = ExamineRequest(
                 again, encode(cell), dict(cell.unknown.get("facts", {})), experiments
@@ -89,11 +92,13 @@ class Examiner:
                 continue
             cell = decode(report.judged, Cell)
             later = cell.first_divergence
-            if later is None or later.step <= again.last_step:
+            if later is None or later.step <= asked:
                 return cell
+            asked, experiments = later.step, {}
+            if again.last_step < 0:
+                continue
             # All of that step is right after all; what differs next is in none of the dumps.
             again = msgspec.structs.replace(again, last_step=later.step)
-            experiments = {}
             # A replay has dumped all steps.
             answer = self.run.runner.run_cell(again) if replay is None else replay
             if isinstance(answer, Failure):

@@ -120,6 +120,7 @@ class Observer:
         """Begin another step with an empty record; what was hooked stays so."""
         self.record: StepRecord = {stage: {} for stage in INNER_STAGES}
         self._finished: dict[str, None] = {}
+        self._stepping: set[int] = set()
         self._is_clipped = False
         self._has_gradients = False
 
@@ -232,8 +233,11 @@ class Observer:
     def _hook_gradients(self, undo: ExitStack) -> None:
         """Read gradients just before any optimizer steps; note their order if asked."""
         for single in self.optimizers:
-            handle = single.register_step_pre_hook(self._on_optimizer_step)
-            undo.callback(handle.remove)
+            for handle in (
+                single.register_step_pre_hook(self._on_optimizer_step),
+                single.register_step_post_hook(self._after_optimizer_step),
+            ):
+                undo.callback(handle.remove)
         if not self.order_gradients:
             return
         for name, parameter in self._parameters().items():
@@ -251,7 +255,14 @@ class Observer:
         return on_finished
 
     def _on_optimizer_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        """Record gradients, or what clipping left of them, for one optimizer's parameters."""
+        """Record gradients, or what clipping left of them, for one optimizer's parameters.
+
+        A step that calls its base class's step has its hooks called once more, inside: torch
+        wraps the step of every class that was ever built.
+        """
+        if id(optimizer) in self._stepping:
+            return
+        self._stepping.add(id(optimizer))
         members = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if not self._is_clipped:
             self._read_gradients(members if len(self.optimizers) > 1 else None)
@@ -259,6 +270,10 @@ class Observer:
         for name, parameter in self._parameters().items():
             if id(parameter) in members and parameter.grad is not None:
                 self.add("clipping", name, parameter.grad)
+
+    def _after_optimizer_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        """Note that a step is over."""
+        self._stepping.discard(id(optimizer))
 
     def _read_gradients(self, members: set[int] | None = None) -> None:
         """Record the gradients of `members`, or of all parameters, as they are now."""

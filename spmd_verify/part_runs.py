@@ -20,6 +20,7 @@ from spmd_verify.batches import cast_floating
 from spmd_verify.boundaries import Boundaries
 from spmd_verify.case import LoadedCase
 from spmd_verify.float64_mode import CaseDtypeDraws
+from spmd_verify.given_gradients import GradientsGiven
 from spmd_verify.rounding import RandomRounding, without_onednn
 from spmd_verify.single import SingleDevice
 from spmd_verify.stage_streams import StageStreams
@@ -27,6 +28,7 @@ from spmd_verify.stepped import observed_step
 from spmd_verify.store import Store
 from spmd_verify.trajectory import (
     StepRecord,
+    hyper_parameters,
     model_snapshot,
     named_parameters,
     normalised,
@@ -35,6 +37,11 @@ from spmd_verify.trajectory import (
     snapshot,
 )
 
+# What backward left in `.grad`, as a stage of records of part runs: a step may change it before
+# it is observed.
+RAW = "raw"
+# Numbers of the parameter groups after the step, likewise.
+HYPER = "hyper_parameters"
 # Loss terms looked at: enough for auxiliary losses of a few layers.
 MOST_TERMS = 24
 
@@ -107,9 +114,11 @@ class PartRuns:
                 for name, change in (changed or {}).items():
                     if name in named:
                         named[name].copy_(change(named[name]))
-            with self._around(draws, in_float64=in_float64), _rounded(rounding, case.dtype):
+            rounded = _rounded(rounding, case.dtype)
+            around = self._around(draws, in_float64=in_float64)
+            with around, rounded, _raw_gradients(model) as raw:
                 found = observed_step(case)(model, optimizer, self._cast(batch, case.dtype))
-            return {**found, **snapshot(model, optimizer)}
+            return {**found, RAW: raw, **snapshot(model, optimizer)}
         except Exception as error:  # noqa: BLE001 - user code on a batch nobody tried
             self._failed("a part of the batch", error)
             return None
@@ -135,8 +144,11 @@ class PartRuns:
             before = {name: value.detach().clone() for name, value in live.items()}
             with self._around(in_float64=in_float64), StageStreams(model, firsts):
                 for batch in batches:
-                    step = observed_step(case)
-                    found.append(step(model, optimizer, self._cast(batch, case.dtype)))
+                    with _raw_gradients(model) as raw:
+                        record = observed_step(case)(
+                            model, optimizer, self._cast(batch, case.dtype)
+                        )
+                    found.append({**record, RAW: raw})
                     with torch.no_grad():
                         for name, value in live.items():
                             value.copy_(before[name])
@@ -148,30 +160,55 @@ class PartRuns:
 
     def raw_gradients(self, batch: Any) -> dict[str, Tensor] | None:
         """Return gradients as autograd left them, before the step changes them."""
-        found: dict[str, Tensor] = {}
-
-        def keep(name: str) -> Callable[[Tensor], None]:
-            def on_finished(parameter: Tensor) -> None:
-                assert parameter.grad is not None
-                found[name] = parameter.grad.detach().clone()
-
-            return on_finished
-
         try:
             model, optimizer = self._prepared()
-            handles = [
-                parameter.register_post_accumulate_grad_hook(keep(name))
-                for name, parameter in named_parameters(model)[0].items()
-                if parameter.requires_grad and parameter.is_leaf
-            ]
-            with self._around():
+            with self._around(), _raw_gradients(model) as found:
                 self.device.twin.step(model, optimizer, self._cast(batch))
-            for handle in handles:
-                handle.remove()
         except Exception as error:  # noqa: BLE001 - as above
             self._failed("gradients before clipping", error)
             return None
         return found
+
+    def updated(
+        self,
+        batch: Any,
+        gradients: Mapping[str, Tensor],
+        *,
+        in_float64: bool = True,
+        at_update: bool = False,
+    ) -> StepRecord | None:
+        """Return everything of a step that finds other gradients than its own.
+
+        Args:
+            batch: The batch.
+            gradients: By parameter, as backward leaves them.
+            in_float64: False for a run in the case's dtype.
+            at_update: See `GradientsGiven`.
+
+        Returns:
+            None where the step cannot be run so; `failures` says why.
+        """
+        case = self.device.twin if in_float64 else self.case
+        what = "the update with the gradients that the style promises"
+        try:
+            model, optimizer = self._prepared(in_float64=in_float64)
+            given = GradientsGiven(model, optimizer, gradients, at_update=at_update)
+            with self._around(in_float64=in_float64), given:
+                found = observed_step(case, with_module_outputs=False)(
+                    model, optimizer, self._cast(batch, case.dtype)
+                )
+        except Exception as error:  # noqa: BLE001 - as above
+            self._failed(what, error)
+            return None
+        if at_update and found["clipping"]:
+            self.note(f"{what}: the step clips gradients that it makes itself")
+            return None
+        problem = given.problem()
+        if problem is not None:
+            self.note(f"{what}: {problem}")
+            return None
+        numbers = {name: torch.tensor(n) for name, n in hyper_parameters(optimizer).items()}
+        return {**found, HYPER: numbers, **snapshot(model, optimizer)}
 
     def terms(self, batch: Any) -> list[Term]:
         """Return the 0-dim values that losses of the step are made of, latest first."""
@@ -225,7 +262,10 @@ class PartRuns:
 
     def _failed(self, what: str, error: Exception) -> None:
         """Keep why something could not be run, once."""
-        said = f"{what}: {type(error).__name__}: {error}".partition("\n")[0]
+        self.note(f"{what}: {type(error).__name__}: {error}".partition("\n")[0])
+
+    def note(self, said: str) -> None:
+        """Keep what the report says could not be run, once."""
         if said not in self.failures:
             self.failures.append(said)
 
@@ -279,6 +319,26 @@ def _rounded(seed: int | None, dtype: torch.dtype) -> Iterator[None]:
     else:
         with without_onednn(), RandomRounding(seed, dtype):
             yield
+
+
+@contextmanager
+def _raw_gradients(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Give what backward leaves in `.grad` of every parameter, filled in while a step runs."""
+    found: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Callable[[Tensor], None]:
+        def on_finished(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            found[name] = parameter.grad.detach().clone()
+
+        return on_finished
+
+    with ExitStack() as hooks:
+        for name, parameter in named_parameters(model)[0].items():
+            if parameter.requires_grad and parameter.is_leaf:
+                handle = parameter.register_post_accumulate_grad_hook(keep(name))
+                hooks.callback(handle.remove)
+        yield found
 
 
 class _Scalars(TorchFunctionMode):

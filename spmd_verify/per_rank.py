@@ -1,4 +1,4 @@
-"""Ask of a failing cell of a per-rank style whether it is only one of meaning: see `semantic`."""
+"""What is known of a step of a failing cell of a per-rank style: see `semantic`."""
 
 from __future__ import annotations
 
@@ -13,44 +13,16 @@ from spmd_verify.float64_mode import CaseDtypeDraws
 from spmd_verify.layouts import Coordinate
 from spmd_verify.micro_batches import micro_batches
 from spmd_verify.norms import is_rounding
-from spmd_verify.record import Cause, Cell, Row
-from spmd_verify.semantic import PerRank, Semantic, semantic
-from spmd_verify.settling import counts
+from spmd_verify.part_runs import RAW
+from spmd_verify.record import Cause, Row
+from spmd_verify.semantic import PerRank, Semantic
 from spmd_verify.trajectory import StepRecord
-from spmd_verify.verdict import Verdict
 
 _WHOLE_STAGES: Final = ("module_outputs", "loss", "gradients", "buffers")
 _SHOWN_DRAWS: Final = 1
 
 
-def relabel(exhibit: Exhibit, cell: Cell, first: Row, found: Cause | None) -> Cause | None:
-    """Make the mismatches of a cell `semantic` where they are, in place.
-
-    Args:
-        exhibit: The cell.
-        cell: Its record.
-        first: Its first divergence.
-        found: The cause found without asking this; its words are kept where the kind agrees.
-
-    Returns:
-        The cause to show; `found` where the cell stays a mismatch.
-    """
-    if not exhibit.fact("is_per_rank") or first.stage in ("inputs", "initial_state"):
-        return found
-    known = evidence(exhibit)
-    meaning = semantic(known)
-    if meaning is None:
-        return found
-    for row in cell.tensors:
-        if row.verdict == Verdict.MISMATCH:
-            row.verdict = str(Verdict.SEMANTIC)
-    cell.verdict = str(Verdict.SEMANTIC)
-    cell.counts = counts(cell.tensors)
-    # Other hypotheses are about ranks, where a pipeline has micro-batches.
-    return _cause(meaning, first, None if known.pieces else found)
-
-
-def _cause(meaning: Semantic, first: Row, found: Cause | None) -> Cause:
+def cause_of(meaning: Semantic, first: Row, found: Cause | None) -> Cause:
     """Return the cause of a difference in meaning."""
     if found is not None and found.kind == meaning.kind:
         found.remedy = meaning.remedy
@@ -130,7 +102,7 @@ def _mean(pieces: Sequence[StepRecord]) -> StepRecord:
     A gradient that a micro-batch has not is zero there.
     """
     found: StepRecord = {"buffers": pieces[-1]["buffers"]}
-    for stage in ("gradients", "loss"):
+    for stage in ("gradients", "loss", RAW):
         found[stage] = {
             name: torch.stack([p[stage][name] for p in pieces if name in p[stage]]).sum(0)
             / len(pieces)

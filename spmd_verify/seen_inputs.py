@@ -163,6 +163,13 @@ class SeenInputs:
 
         return map_leaves(self.case, batch, change)
 
+    def is_wrong(self, name: str) -> bool | None:
+        """Say whether slices of an input are missing, doubled or altered; None if nobody knows."""
+        argument = self.arguments.get(name)
+        if argument is None:
+            return None
+        return not argument.is_known or bool(argument.missing() or argument.doubled())
+
     def samples(self, coordinate: Coordinate) -> list[int]:
         """Return which samples a rank's forwards saw; empty where that is unknown."""
         for path, argument in self.arguments.items():

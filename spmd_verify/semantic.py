@@ -126,7 +126,7 @@ def semantic(found: PerRank) -> Semantic | None:
     if len(found.parts) < 2 or not found.gradients:
         return None
     combined = {name: combination(found, name) for name in found.gradients}
-    residual = max(_multiple(found, name, combined[name]) for name in found.gradients)
+    residual = _residual(found, combined)
     if not residual <= 1.0 or not _holds_own(found):
         return None
     concerned = tuple(name for name, value in combined.items() if _is_off(found, name, value))
@@ -155,11 +155,19 @@ def _combined(found: PerRank, parts: Mapping[Coordinate, StepRecord], name: str)
 
 
 def _multiple(found: PerRank, name: str, promised: Tensor) -> float:
-    """Return the error of a gradient against the promise as a share of what is noise.
+    """Return the error of a gradient against the promise as a share of what is noise."""
+    error = float((as_real(found.gradients[name]) - as_real(promised)).norm())
+    allowed = allowance(found, name, promised)
+    if error == 0.0:
+        return 0.0
+    return error / allowed if allowed > 0.0 and math.isfinite(error) else math.inf
+
+
+def allowance(found: PerRank, name: str, promised: Tensor) -> float:
+    """Return the error of a promised gradient that is noise, as a norm.
 
     Floors are of the whole batch's run; parts have larger gradients where they cancel in it.
     """
-    error = float((as_real(found.gradients[name]) - as_real(promised)).norm())
     whole = found.reference.get("gradients", {}).get(name)
     size = float(promised.abs().norm())
     growth = max(1.0, size / float(whole.abs().norm())) if whole is not None and whole.any() else 1
@@ -167,8 +175,20 @@ def _multiple(found: PerRank, name: str, promised: Tensor) -> float:
     if len(found.rounded) == len(found.parts):
         rounded = _combined(found, found.rounded, name)
         floor = max(floor, float((as_real(rounded) - as_real(promised)).norm()))
-    allowed = _PARTS * limit(found.dtype, "tensor") * floor
-    return 0.0 if error == 0.0 else error / allowed if allowed > 0.0 else math.inf
+    return _PARTS * limit(found.dtype, "tensor") * floor
+
+
+def holds(found: PerRank) -> bool:
+    """Say whether gradients, losses and buffers are what the style promises."""
+    if len(found.parts) < 2 or not found.gradients:
+        return False
+    promised = {name: combination(found, name) for name in found.gradients}
+    return _residual(found, promised) <= 1.0 and _holds_own(found)
+
+
+def _residual(found: PerRank, promised: Mapping[str, Tensor]) -> float:
+    """Return the largest error of a gradient against the promise as a share of what is noise."""
+    return max(_multiple(found, name, value) for name, value in promised.items())
 
 
 def _unit(dtype: str) -> float:

@@ -90,12 +90,19 @@ def _owner(row: Row) -> str:
 
 
 def mark_downstream(rows: list[Row], first: Row | None) -> None:
-    """Name the first divergence in every later mismatch, in place."""
+    """Name the first divergence in every later mismatch, in place.
+
+    What is only `semantic` before the first mismatch follows from the first of its own.
+    """
+    source: Row | None = None
     for row in rows:
         row.downstream_of = None
-        is_wrong = row.verdict in (Verdict.MISMATCH, Verdict.SEMANTIC)
-        if first is not None and row is not first and is_wrong:
-            row.downstream_of = f"step {first.step}, {first.stage}, {first.name}"
+        if first is None or row.verdict not in (Verdict.MISMATCH, Verdict.SEMANTIC):
+            continue
+        if row is first or source is None:
+            source = row
+        else:
+            row.downstream_of = f"step {source.step}, {source.stage}, {source.name}"
 
 
 def counts(rows: Sequence[Row]) -> dict[str, int]:

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from spmd_verify import run
-from spmd_verify.options import Options, parse_mesh
+from spmd_verify.mesh_spec import parse_mesh
+from spmd_verify.options import Options
 from spmd_verify.record import Cell
 from spmd_verify.styles import ring_attention
 from spmd_verify.styles.attention_calls import Call, answered

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spmd_verify import run
-from spmd_verify.options import Options, parse_mesh
+from spmd_verify.mesh_spec import parse_mesh
+from spmd_verify.options import Options
 from spmd_verify.record import Cell
 from spmd_verify.styles import token_exchange
 from spmd_verify.styles.expert_calls import at_owner

@@ -12,8 +12,9 @@ from torch import nn
 
 from spmd_verify import run
 from spmd_verify.errors import Unsupported
+from spmd_verify.mesh_spec import parse_mesh
 from spmd_verify.micro_batches import micro_batch_count
-from spmd_verify.options import Options, parse_mesh
+from spmd_verify.options import Options
 from spmd_verify.record import Cell
 from spmd_verify.styles.pipeline_cuts import balanced, stage_links
 from spmd_verify.styles.pipeline_stages import examples, split_model

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from spmd_verify.given_gradients import GradientsGiven
 from spmd_verify.observe import Observer
 from spmd_verify.semantic import PerRank, Semantic, combination, first_coupled, fitted, semantic
 from spmd_verify.trajectory import StepRecord, model_snapshot
@@ -267,3 +268,26 @@ def test_micro_batches_are_taken_together() -> None:
 
     assert first_coupled(found, fitted(found)) is None
     assert semantic(found) is None
+
+
+def test_gradients_are_given_after_every_backward_and_not_after_an_update() -> None:
+    model = _linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    due = {name: torch.full_like(value, 0.25) for name, value in before.items()}
+
+    with GradientsGiven(model, optimizer, due) as given:
+        for _ in range(2):
+            _mean(model, {"x": torch.ones(4, 6)}).backward()
+        optimizer.step()
+
+    assert given.problem() is None
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(value.detach(), before[name] - 0.25)
+    with GradientsGiven(model, optimizer, due) as given:
+        optimizer.step()
+        _mean(model, {"x": torch.ones(4, 6)}).backward()
+    assert "backward after an update" in str(given.problem())
+    with GradientsGiven(model, optimizer, {**due, "other": torch.ones(1)}) as given:
+        _mean(model, {"x": torch.ones(4, 6)}).backward()
+    assert "no gradient of other" in str(given.problem())

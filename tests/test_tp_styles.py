@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from spmd_verify import run
 from spmd_verify.case import load_case
 from spmd_verify.errors import CaseError
-from spmd_verify.options import Options, parse_mesh
+from spmd_verify.mesh_spec import parse_mesh
+from spmd_verify.options import Options
 from spmd_verify.record import Cell
 from spmd_verify.styles.tp_derive import Entry, agreed
 from spmd_verify.styles.tp_plans import user_plan

@@ -12,7 +12,8 @@ from test_torch_styles import BLOCKS, HEAD, TAIL
 
 from spmd_verify import run
 from spmd_verify.errors import Unsupported
-from spmd_verify.options import Options, parse_mesh
+from spmd_verify.mesh_spec import parse_mesh
+from spmd_verify.options import Options
 from spmd_verify.record import Cell
 from spmd_verify.styles.torch_zero import shard
 

@@ -151,12 +151,16 @@ class Drive:
             for name in self.store.names(index, stage)
             if (entry := self.store.entry(index, stage, name)) and entry.is_anchored_too
         }
-        if wanted:
-            state = {
-                stage: {n: seen for n, seen in tensors.items() if (stage, n) in wanted}
-                for stage, tensors in self._state(run).items()
-            }
-            self.compare("anchored", index, state)
+        if not wanted and self.dump is None:
+            return
+        state = self._state(run)
+        if self.dump is not None:
+            self.dump.take("anchored", index, state)
+        compared = {
+            stage: {n: seen for n, seen in tensors.items() if (stage, n) in wanted}
+            for stage, tensors in state.items()
+        }
+        self._measure("anchored", index, compared)
 
     def _built(self, name: str) -> StyleRun:
         """Build the style once more."""
@@ -187,6 +191,10 @@ class Drive:
         """Compare what this process holds with its slice of the reference."""
         if self.dump is not None:
             self.dump.take(run, step, observation)
+        self._measure(run, step, observation)
+
+    def _measure(self, run: str, step: int, observation: Observation) -> None:
+        """Add the statistics of what this process holds."""
         with self.stopwatch("compare"):
             self.statistics += compare(
                 self.store, observation, run=run, step=step, mesh_shape=self.mesh_shape
