@@ -28,6 +28,7 @@ TORCH_FREE = {
     "modules",
     "mesh_spec",
     "options",
+    "plain_structs",
     "planting",
     "planting.faults",
     "planting.plan",
