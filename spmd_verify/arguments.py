@@ -9,10 +9,9 @@ from spmd_verify.options import FuzzOptions
 from spmd_verify.variants import DEFAULT_BACKEND, KEYS
 from spmd_verify.version import __version__
 
-VERBS: Final = ("run", "certify", "compare", "fuzz", "styles", "schema")
+VERBS: Final = ("run", "certify", "compare", "fuzz", "report", "styles", "schema")
 # Verbs of the design that this version does not have; typed alone they are no file names.
 PLANNED_VERBS: Final = (
-    "report",
     "baseline",
     "repro",
     "doctor",
@@ -59,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
         "(default: 24)")  # fmt: skip
     _add_compare_flags(verbs.add_parser("compare", help="two dumps, or two records"))
     _add_fuzz_flags(verbs.add_parser("fuzz", help="drawn models against the engine"))
+    _add_report_flags(verbs.add_parser("report", help="show a record again, in any format"))
     verbs.add_parser("styles", help="list the parallel styles")
     verbs.add_parser("schema", help="print the JSON Schema of a record")
     return parser
@@ -146,13 +146,38 @@ def _add_common_flags(parser: argparse.ArgumentParser, shown: argparse._Argument
     add("-v", "--verbose", action="count", default=0, help="list tensors; -vv also exact ones; "
         "tracebacks of errors")  # fmt: skip
     add("-q", "--quiet", action="store_true", help="no progress, only the table")
-    add("--report", action="append", default=[], metavar="FORMAT=PATH", help="json=PATH; "
-        "repeatable")  # fmt: skip
+    _add_report_flag(shown)
+    add("--format", default="text", metavar="FORMAT", help="of stdout: text, json or github "
+        "(default: text)")  # fmt: skip
+    _add_color_flag(shown)
     code = parser.add_argument_group("exit code")
     add = code.add_argument
     add("--strict", action="store_true", default=None, help="undetermined and unexercised rows "
         "fail too")  # fmt: skip
     add("--exit-zero", action="store_true", help="exit 0 instead of 1")
+
+
+def _add_report_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of `report`."""
+    parser.description = "Show a record again. Without --report the text report is printed."
+    add = parser.add_argument
+    add("record", metavar="RECORD", help="what --report json=PATH wrote")
+    _add_report_flag(parser)
+    add("--format", metavar="FORMAT", help="print it too: text, json or github")
+    add("-v", "--verbose", action="count", default=0, help="list tensors; -vv also exact ones")
+    add("--explain", action="store_true", help="say where each part of the case was found")
+    _add_color_flag(parser)
+
+
+def _add_report_flag(shown: argparse._ActionsContainer) -> None:
+    """Declare `--report`."""
+    shown.add_argument("--report", action="append", default=[], metavar="FORMAT=PATH", help="write "
+        "text, json, junit, md, github or ctrf to PATH, - for stdout; repeatable")  # fmt: skip
+
+
+def _add_color_flag(shown: argparse._ActionsContainer) -> None:
+    """Declare `--color`."""
+    shown.add_argument("--color", default="auto", metavar="WHEN", help="auto, always or never")
 
 
 def _add_fuzz_flags(parser: argparse.ArgumentParser) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Sequence
 
@@ -12,6 +13,7 @@ from spmd_verify.exit_codes import decide
 from spmd_verify.mesh_spec import parse_mesh
 from spmd_verify.record import Record, read
 from spmd_verify.reporters import terminal
+from spmd_verify.streams import wants_color
 from spmd_verify.verdict import LIMITS
 from spmd_verify.version import __version__
 
@@ -83,7 +85,9 @@ def _compare_dumps(arguments: argparse.Namespace, command: Sequence[str]) -> tup
     record.exit_code = decide(
         record.cells, strict=bool(arguments.strict), exit_zero=arguments.exit_zero
     )
-    return record, terminal.render(record, verbosity=-1 if arguments.quiet else arguments.verbose)
+    verbosity = -1 if arguments.quiet else arguments.verbose
+    has_color = wants_color(arguments.color, sys.stdout)
+    return record, terminal.render(record, verbosity=verbosity, has_color=has_color)
 
 
 def _axes(text: str | None) -> dict[str, int] | None:

@@ -70,6 +70,9 @@ class Progress(Protocol):
     def note(self, text: str) -> None:
         """Say something worth a line of its own."""
 
+    def planned(self, count: int) -> None:
+        """Say how many cells there will be, besides those already planned."""
+
     def started(self, what: str) -> None:
         """Begin something that takes time."""
 
@@ -221,8 +224,10 @@ class _Run:
             self._add_wrong_case(address, styles, error)
             return
         prober, resumer = Prober(self, case, report, reference), Resumer(self, report)
+        cells = list(self._cells(styles, report))
+        self.progress.planned(len(cells))
         try:
-            for mesh, style in self._cells(styles, report):
+            for mesh, style in cells:
                 self._judge_style(self._spec(case, style, mesh, store_path), prober, resumer)
                 if self.is_stopped:
                     return

@@ -1,0 +1,28 @@
+"""The text report: what `run` and `certify` print, made from their record. Torch-free."""
+
+from spmd_verify.record import Record
+from spmd_verify.reporters import certificates, terminal
+from spmd_verify.reporters.escaping import visible
+
+
+def render(record: Record) -> bytes:
+    """Return the report as text, without color."""
+    return (shown(record) + "\n").encode(errors="backslashreplace")
+
+
+def shown(
+    record: Record, *, verbosity: int = 0, explain: bool = False, has_color: bool = False
+) -> str:
+    """Return the report that fits what a record is of, without a final newline.
+
+    Args:
+        record: A finished record.
+        verbosity: See `terminal.render` and `certificates.render`.
+        explain: Put first what discovery found.
+        has_color: Color the verdicts.
+    """
+    if any("certificate" in cell.unknown for cell in record.cells):
+        return certificates.render(record, verbosity=verbosity)
+    text = terminal.render(record, verbosity=verbosity, explain=explain, has_color=has_color)
+    changes = [visible(str(change.get("text"))) for change in record.unknown.get("changes", ())]
+    return "\n\n".join(["\n".join(changes), text]) if changes else text
