@@ -5,7 +5,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 WORKERS ?= 2
 
-.PHONY: help setup lint format types test test-fast table styles-table faults clean-matrix calibration costs bench-checker all
+.PHONY: help setup lint format types test test-fast table styles-table faults clean-matrix calibration costs bench-checker record-speed all
 
 help:  ## show this text
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | sort
@@ -50,5 +50,8 @@ costs:  ## milliseconds per graph node of capture and partition, on a quiet mach
 
 bench-checker:  ## what checking costs beside the steps, in three ratios; on a quiet machine
 	PYTHONPATH=. $(PYTHON) reports/checker_costs.py
+
+record-speed:  ## seconds to write and to read again a record of 160,000 rows
+	PYTHONPATH=. $(PYTHON) reports/record_speed.py
 
 all: lint types test  ## what CI runs

@@ -172,7 +172,7 @@ def _add_report_flags(parser: argparse.ArgumentParser) -> None:
 def _add_report_flag(shown: argparse._ActionsContainer) -> None:
     """Declare `--report`."""
     shown.add_argument("--report", action="append", default=[], metavar="FORMAT=PATH", help="write "
-        "text, json, junit, md, github or ctrf to PATH, - for stdout; repeatable")  # fmt: skip
+        "json, junit and others, see docs/reports.md; - is stdout; repeatable")  # fmt: skip
 
 
 def _add_color_flag(shown: argparse._ActionsContainer) -> None:

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from spmd_verify.streams import COLORS
 from spmd_verify.errors import UsageError, choices_text
 from spmd_verify.mesh_spec import MeshSpec
+from spmd_verify.streams import COLORS
 from spmd_verify.variants import Variants
 
 DTYPES: Final[tuple[str, ...]] = ("float32", "float64", "bfloat16")

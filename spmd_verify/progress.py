@@ -8,9 +8,9 @@ import sys
 import time
 from typing import TYPE_CHECKING, Final, TextIO
 
-from spmd_verify.streams import animates, printable, wants_color
 from spmd_verify.record import Cell
 from spmd_verify.reporters.escaping import visible
+from spmd_verify.streams import animates, printable, wants_color
 
 if TYPE_CHECKING:
     from spmd_verify.live_view import LiveView

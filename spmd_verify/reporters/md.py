@@ -55,6 +55,7 @@ def join(texts: Iterable[str]) -> str:
 def blocks(record: Record) -> list[Block]:
     """Return the report in parts: summary, table, why cells fail, their tensors, notes."""
     told = [cell for cell in record.cells if paragraphs.needs_words(record, cell)]
+    told.sort(key=lambda cell: cell.verdict != "error" and not paragraphs.fails(record, cell))
     summary, *notes = paragraphs.summary(record)
     return [
         Block(f"{_TITLE}\n\n{markdown(summary)}"),

@@ -186,16 +186,23 @@ def summary(record: Record) -> list[str]:
         for cell in judged
         if cell.verdict not in ("mismatch", "semantic") and cell.counts.get("mismatch")
     ]
+    return [*(visible(line) for line in lines), *_notes(record, judged, failed)]
+
+
+def _notes(record: Record, judged: list[Cell], failed: list[Cell]) -> list[str]:
+    """Return what else there is to say, of cells and of cases."""
     notes = [
-        f"note: {cell.id}: {cell.message}" for cell in judged if cell.message and cell not in failed
+        f"note: {visible(cell.id)}: {cell.message}"
+        for cell in judged
+        if cell.message and cell not in failed
     ]
-    notes += [f"{case}: {text}" for case, text in record.unknown.get("conditions", {}).items()]
+    conditions = record.unknown.get("conditions", {}).items()
+    notes += [f"{visible(case)}: {text}" for case, text in conditions]
     for address, found in record.unknown.get("exact", {}).items():
-        notes += _exactness(address, found)
+        notes += _exactness(visible(address), found)
     for address, texts in record.unknown.get("notes", {}).items():
-        notes += [f"note: {address}: {text}" for text in texts]
-    told = [line for note in notes for line in lines_of(note)]
-    return [*(visible(line) for line in lines), *told]
+        notes += [f"note: {visible(address)}: {text}" for text in texts]
+    return [line for note in notes for line in lines_of(note)]
 
 
 def _head_room(judged: list[Cell], failed: list[Cell]) -> str:
