@@ -111,8 +111,8 @@ def _sort(plain: Any, plan: _Plan) -> None:
     """See `sort_out`."""
     if not isinstance(plain, dict):
         return
-    if extra := plain.keys() - plan.names:
-        plain["unknown"] = {key: plain.pop(key) for key in [*plain] if key in extra}
+    if not plan.names.issuperset(plain):
+        plain["unknown"] = {key: plain.pop(key) for key in [*plain] if key not in plan.names}
     for name in plan.floats:
         if isinstance(number := plain.get(name), str):
             plain[name] = NON_FINITE.get(number, number)

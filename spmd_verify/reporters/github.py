@@ -10,8 +10,9 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
+import spmd_verify.reporters.md as md
+import spmd_verify.reporters.paragraphs as paragraphs
 from spmd_verify.record import Cell, Record, Row
-from spmd_verify.reporters import md, paragraphs
 from spmd_verify.reporters.escaping import visible
 
 SUMMARY_BYTES: Final = 1024 * 1024

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import spmd_verify.reporters.certificates as certificates
+import spmd_verify.reporters.paragraphs as paragraphs
 from spmd_verify.record import Cell, Record
-from spmd_verify.reporters import certificates, paragraphs
 from spmd_verify.reporters.escaping import html_line, markdown, preformatted
 
 _TITLE: Final = "## spmd-verify"

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import spmd_verify.reporters.paragraphs as paragraphs
 from spmd_verify import certificate
 from spmd_verify.record import ROOT, Cell, Record, Row
-from spmd_verify.reporters import paragraphs
 from spmd_verify.reporters.escaping import visible
 from spmd_verify.verdict import STAGES
 

@@ -8,8 +8,8 @@ from typing import Final
 
 from tabulate import tabulate
 
+import spmd_verify.reporters.paragraphs as paragraphs
 from spmd_verify.record import Cell, Record
-from spmd_verify.reporters import paragraphs
 from spmd_verify.reporters.escaping import visible
 
 # SGR colours of a verdict; all others are yellow: nobody knows.

@@ -1,7 +1,8 @@
 """The text report: what `run` and `certify` print, made from their record. Torch-free."""
 
+import spmd_verify.reporters.certificates as certificates
+import spmd_verify.reporters.terminal as terminal
 from spmd_verify.record import Record
-from spmd_verify.reporters import certificates, terminal
 from spmd_verify.reporters.escaping import visible
 
 
