@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from spmd_verify import certificate, record
+from spmd_verify import certificate
 from spmd_verify.errors import RecordError
-from spmd_verify.record import ExactInfo, Record
+from spmd_verify.record import ExactInfo, Record, read
 from spmd_verify.reporters import FORMATS
 
 
@@ -37,7 +37,7 @@ def read_record(path: str) -> Record:
         UsageError: `record-unreadable`.
         RecordError: `not-a-record`, `record-too-new`.
     """
-    found = record.read(path)
+    found = read(path)
     try:
         msgspec.convert(found.unknown, _RecordExtras)
         for cell in found.cells:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from xml.etree import ElementTree
 
 import jsonschema
@@ -166,6 +167,8 @@ def test_a_fault_that_survived_fails_the_certificate() -> None:
     outcomes = [Outcome(fault="at a", status="survived", **fault)]
     put(found, Certificate(outcomes=outcomes, sensitivities=[], collectives=1))
     (suite,) = suites.suites(Record(cells=[found]))
+    (annotation,) = github.annotations(Record(cells=[found]))
+    assert annotation.endswith("not every fault that was planted is caught")
 
     assert [check.name for check in suite.checks if check.status == suites.FAILED] == [
         "certificate"
@@ -225,6 +228,12 @@ def test_ctrf_is_valid_and_adds_up(record: Record) -> None:
     assert summary["stop"] == sum(test["duration"] for test in tests)
     keys = {(*test["suite"], test["name"]) for test in tests}
     assert len(keys) == len(tests)
+
+
+def test_the_page_has_every_format(root: Path) -> None:
+    page = (root / "docs/reports.md").read_text()
+
+    assert [name for name in FORMATS if f"| `{name}` |" not in page] == []
 
 
 def _pipes(line: str) -> int:

@@ -77,26 +77,31 @@ def annotations(record: Record) -> list[str]:
     Every failing cell has one; while there is room, so has every other tensor that fails by
     itself. Where there are more, the last one says how many.
     """
-    failing = [
-        cell for cell in record.cells if cell.verdict == "error" or paragraphs.fails(record, cell)
-    ]
+    failing = [cell for cell in record.cells if _is_failing(record, cell)]
     failing.sort(key=_weight, reverse=True)
     rows = sorted(_other_rows(failing), key=lambda pair: _ratio(pair[1]), reverse=True)
     count = len(failing) + len(rows)
     room = MOST_ANNOTATIONS if count <= MOST_ANNOTATIONS else MOST_ANNOTATIONS - 1
-    told = [_of_cell(cell) for cell in failing[:room]]
+    told = [_of_cell(record, cell) for cell in failing[:room]]
     told += [_of_row(*pair) for pair in rows[: room - len(told)]]
     if count > room:
         cells = max(len(failing) - room, 0)
         tensors = count - room - cells
-        words = [f"{n} more {noun}" for n, noun in ((cells, "cells"), (tensors, "tensors")) if n]
+        counts = ((cells, "cell"), (tensors, "tensor"))
+        words = [f"{n} more {noun}{'s' * (n > 1)}" for n, noun in counts if n]
         verb = "fails" if cells + tensors == 1 else "fail"
         message = f"{' and '.join(words)} {verb}: see the report"
         told.append(_command("error", {"title": "spmd-verify"}, message))
     return told
 
 
-def _of_cell(cell: Cell) -> str:
+def _is_failing(record: Record, cell: Cell) -> bool:
+    """Say whether a cell makes the run exit with 1 or 3."""
+    is_wrong = cell.verdict == "error" or paragraphs.fails(record, cell)
+    return is_wrong or paragraphs.is_uncertified(record, cell)
+
+
+def _of_cell(record: Record, cell: Cell) -> str:
     """Return the annotation of a failing cell, at the line that differs first if one is known."""
     lines = paragraphs.paragraph(cell)
     if cell.worst is not None:
@@ -104,6 +109,8 @@ def _of_cell(cell: Cell) -> str:
         over = paragraphs.over(worst.error, worst.noise, worst.ratio)
         place = visible(f"{worst.tensor} ({worst.stage}, step {worst.step})")
         lines.append(f"worst tensor: {place}, error / noise {over}")
+    if paragraphs.is_uncertified(record, cell):
+        lines.append("not certified: not every fault that was planted is caught")
     message = "\n".join([paragraphs.heading(cell), *lines])
     return _command("error", {**_place(cell), "title": f"{cell.verdict}: {cell.style}"}, message)
 

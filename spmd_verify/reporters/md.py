@@ -76,7 +76,7 @@ def _cells(record: Record) -> Block:
 
 def _certificates(record: Record) -> list[Block]:
     """Return what was planted in a record of `certify`, and what was caught."""
-    if not any("certificate" in cell.unknown for cell in record.cells):
+    if not paragraphs.is_certified(record):
         return []
     return [Block(preformatted(certificates.planted(record).splitlines()))]
 

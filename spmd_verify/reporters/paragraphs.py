@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from spmd_verify import exit_codes
+from spmd_verify import certificate, exit_codes
 from spmd_verify.record import Cell, ExactInfo, Record, Row
 from spmd_verify.reporters.escaping import lines_of, visible
 from spmd_verify.tie_replay import described
@@ -25,6 +25,16 @@ _UNJUDGED: Final = ("error", "unsupported")
 def fails(record: Record, cell: Cell) -> bool:
     """Say whether a cell makes the run exit with 1 for a number, under the run's settings."""
     return exit_codes.fails(cell, strict=bool(record.settings.get("strict")))
+
+
+def is_certified(record: Record) -> bool:
+    """Say whether faults were planted: a record of `certify`."""
+    return any("certificate" in cell.unknown for cell in record.cells)
+
+
+def is_uncertified(record: Record, cell: Cell) -> bool:
+    """Say whether a cell that was judged fails `certify`: not every planted fault was caught."""
+    return is_certified(record) and cell.verdict not in _UNJUDGED and certificate.is_open(cell)
 
 
 def needs_words(record: Record, cell: Cell) -> bool:

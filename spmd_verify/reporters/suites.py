@@ -78,13 +78,12 @@ class Suite:
 
 def suites(record: Record) -> list[Suite]:
     """Return one suite for every cell, in the record's order."""
-    is_certified = any("certificate" in cell.unknown for cell in record.cells)
     names = _unique(suite_name(cell) for cell in record.cells)
     found = []
     for name, cell in zip(names, record.cells, strict=True):
         checks = _checks(record, cell)
-        if is_certified:
-            checks += _certificate(cell)
+        if paragraphs.is_certified(record) and cell.verdict not in ("error", "unsupported"):
+            checks.append(_certificate(cell))
         told = _unique(check.name for check in checks)
         renamed = (
             Check(name, check.status, check.verdict, check.message, check.text)
@@ -162,20 +161,18 @@ def _whole(cell: Cell, bad: str) -> Check:
     return Check(_CELL, status, cell.verdict, message, (paragraphs.heading(cell), *lines))
 
 
-def _certificate(cell: Cell) -> list[Check]:
-    """Return whether faults that were planted in a cell were caught, as one check."""
-    if cell.verdict in ("error", "unsupported"):
-        return []
+def _certificate(cell: Cell) -> Check:
+    """Return whether faults that were planted in a cell were caught."""
     found = certificate.of(cell)
     name = "certificate"
     if found is None:
         text = "no certificate: no fault was planted"
-        return [Check(name, FAILED, "survived", text, (text,))]
+        return Check(name, FAILED, "survived", text, (text,))
     survived = [each for each in found.outcomes if each.status == certificate.SURVIVED]
     message = f"{found.count(certificate.CAUGHT)} of {found.counted} planted faults caught"
     lines = (message, *(visible(f"survived: {each.kind}: {each.fault}") for each in survived))
     status = FAILED if certificate.is_open(cell) else PASSED
-    return [Check(name, status, "survived" if survived else "caught", message, lines)]
+    return Check(name, status, "survived" if survived else "caught", message, lines)
 
 
 def _why(cell: Cell, rows: Sequence[Row]) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ import spmd_verify.reporters.certificates as certificates
 import spmd_verify.reporters.terminal as terminal
 from spmd_verify.record import Record
 from spmd_verify.reporters.escaping import visible
+from spmd_verify.reporters.paragraphs import is_certified
 
 
 def render(record: Record) -> bytes:
@@ -22,7 +23,7 @@ def shown(
         explain: Put first what discovery found.
         has_color: Color the verdicts.
     """
-    if any("certificate" in cell.unknown for cell in record.cells):
+    if is_certified(record):
         return certificates.render(record, verbosity=verbosity)
     text = terminal.render(record, verbosity=verbosity, explain=explain, has_color=has_color)
     changes = [visible(str(change.get("text"))) for change in record.unknown.get("changes", ())]
