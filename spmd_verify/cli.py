@@ -5,6 +5,7 @@ Only the verbs `run`, `compare` and `fuzz` import torch.
 
 import argparse
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -206,7 +207,10 @@ def _show(record: "Record", output_format: str, text: str) -> None:
         text = encode(record).decode().rstrip("\n")
     elif output_format == "github":
         text = github.stdout(record, text)
-    print(printable(text, sys.stdout), flush=True)
+    try:
+        print(printable(text, sys.stdout), flush=True)
+    except BrokenPipeError:  # `| head` has seen enough; the exit code is still the verdict
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fuzz(arguments: argparse.Namespace, words: list[str]) -> int:

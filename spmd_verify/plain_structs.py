@@ -7,21 +7,22 @@ so that the rows of a record - 160,000 in a large one - cost a few steps each. T
 
 import math
 from functools import cache
-from typing import Any, Final, get_args, get_origin, get_type_hints
+from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
+AnyStruct = TypeVar("AnyStruct", bound=msgspec.Struct)
 NON_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class _Plan:
-    """What of one struct class differs between a record and its JSON.
+    """What of one struct class differs between a struct and its JSON.
 
     Attributes:
         names: Every field but `unknown`.
         floats: Fields that may hold a NaN or an infinity.
         structs: Fields that hold a struct, or lists of one, with the plan of its class.
-        others: Fields of anything, which are searched through.
+        others: Fields of other containers of those, and of anything, with their annotation.
     """
 
     def __init__(self, kind: type[msgspec.Struct]) -> None:
@@ -30,18 +31,18 @@ class _Plan:
         self.names = frozenset(kind.__struct_fields__) - {"unknown"}
         self.floats: list[str] = []
         self.structs: list[tuple[str, _Plan]] = []
-        self.others: list[str] = []
+        self.others: list[tuple[str, Any]] = []
         for name in kind.__struct_fields__:
             inner = _kinds_within(hints[name])
             members = [each for each in inner if issubclass(each, msgspec.Struct)]
             if name == "unknown":
                 continue
-            if members:
+            if dict in inner or object in inner or (list in inner and float in inner):
+                self.others.append((name, hints[name]))
+            elif members:
                 self.structs.append((name, _plan(members[0])))
             elif float in inner:
                 self.floats.append(name)
-            elif inner & {dict, object}:
-                self.others.append(name)
 
 
 @cache
@@ -86,7 +87,7 @@ def _struct_to_plain(value: msgspec.Struct, plan: _Plan) -> dict[str, Any]:
             plain[name] = [_struct_to_plain(each, inner) for each in member]
         elif member is not None:
             plain[name] = _struct_to_plain(member, inner)
-    for name in plan.others:
+    for name, _ in plan.others:
         plain[name] = to_plain(plain[name])
     if unknown:
         plain.update(to_plain(unknown))
@@ -98,17 +99,23 @@ def _non_finite_text(value: float) -> str:
     return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
 
 
-def sort_out(plain: Any, kind: type[msgspec.Struct]) -> None:
-    """Make the JSON of a struct what `msgspec.convert` takes, in place.
+def from_plain(kind: type[AnyStruct], plain: Any) -> AnyStruct:
+    """Make a struct from the JSON that `to_plain` gives; the reverse of it.
 
-    Keys that the class does not have go into `unknown`, the three strings become floats. What
-    has another type than it should is left for `msgspec.convert` to refuse.
+    Args:
+        kind: Which struct.
+        plain: Its JSON, not to be used afterwards: keys that the class does not have are moved
+            into `unknown`, and the three strings become floats, in place.
+
+    Raises:
+        msgspec.ValidationError: Something has another type than it should, or is missing.
     """
-    _sort(plain, _plan(kind))
+    _sort_out(plain, _plan(kind))
+    return msgspec.convert(plain, kind)
 
 
-def _sort(plain: Any, plan: _Plan) -> None:
-    """See `sort_out`."""
+def _sort_out(plain: Any, plan: _Plan) -> None:
+    """Make the JSON of a struct what `msgspec.convert` takes, in place, where it has its type."""
     if not isinstance(plain, dict):
         return
     if not plan.names.issuperset(plain):
@@ -120,6 +127,26 @@ def _sort(plain: Any, plan: _Plan) -> None:
         member = plain.get(name)
         if isinstance(member, list):
             for each in member:
-                _sort(each, inner)
+                _sort_out(each, inner)
         elif member is not None:
-            _sort(member, inner)
+            _sort_out(member, inner)
+    for name, hint in plan.others:
+        if name in plain:
+            plain[name] = _sorted_out(plain[name], hint)
+
+
+def _sorted_out(plain: Any, hint: Any) -> Any:
+    """Return JSON of any annotation as `msgspec.convert` takes it; containers in place."""
+    members = [member for member in get_args(hint) if member is not type(None)]
+    if hint is float and isinstance(plain, str):
+        return NON_FINITE.get(plain, plain)
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        _sort_out(plain, _plan(hint))
+    elif get_origin(hint) is dict and isinstance(plain, dict):
+        for key, member in plain.items():
+            plain[key] = _sorted_out(member, members[1])
+    elif get_origin(hint) is list and isinstance(plain, list):
+        plain[:] = [_sorted_out(member, members[0]) for member in plain]
+    elif members and get_origin(hint) not in (dict, list):
+        return _sorted_out(plain, members[0])  # `X | None`
+    return plain

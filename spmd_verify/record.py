@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from spmd_verify.errors import RecordError, UsageError
-from spmd_verify.plain_structs import NON_FINITE, sort_out, to_plain
+from spmd_verify.plain_structs import NON_FINITE, from_plain, to_plain
 
 # 1.0: first version.
 # 1.1: `ties` of a cell.
@@ -258,9 +258,8 @@ def decode(text: bytes | str, where: str = "the record") -> Record:
         if not isinstance(plain, dict) or "schema_version" not in plain:
             raise _not_a_record(where, "no schema_version")
         _check_version(str(plain["schema_version"]), where)
-        sort_out(plain, Record)
         try:
-            return msgspec.convert(plain, Record)
+            return from_plain(Record, plain)
         except msgspec.ValidationError as error:
             raise _not_a_record(where, str(error)) from error
 

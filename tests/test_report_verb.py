@@ -152,3 +152,17 @@ def test_a_stream_that_lacks_a_character_gets_its_number(
 
     assert (finished.returncode, finished.stderr) == (0, "")
     assert "\\u5c64" in finished.stdout
+
+
+def test_a_pipe_that_is_closed_is_no_error(record_file: Path, root: Path) -> None:
+    command = f"{sys.executable} -m spmd_verify report {record_file} -vv | true"
+    finished = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert (finished.returncode, finished.stderr) == (0, "")
