@@ -5,7 +5,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 WORKERS ?= 2
 
-.PHONY: help setup lint format types test test-fast table styles-table faults clean-matrix calibration costs bench-checker baseline all
+.PHONY: help setup lint format types test test-fast table styles-table faults clean-matrix calibration costs bench-checker record-speed baseline all
 
 help:  ## show this text
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | sort
@@ -62,5 +62,7 @@ baseline:  ## examples under the engine's and torch's styles: reports/baseline.j
 	$(PYTHON) -m spmd_verify baseline history reports/history.jsonl $$record \
 	  --page reports/history.md && \
 	$(PYTHON) -m spmd_verify baseline accept $$record reports/baseline.json
+record-speed:  ## seconds to write and to read again a record of 160,000 rows
+	PYTHONPATH=. $(PYTHON) reports/record_speed.py
 
 all: lint types test  ## what CI runs

@@ -10,11 +10,10 @@ from spmd_verify.variants import DEFAULT_BACKEND, KEYS
 from spmd_verify.version import __version__
 
 VERBS: Final = (
-    "run", "certify", "compare", "baseline", "fuzz", "styles", "schema", "init", "config"
+    "run", "certify", "compare", "baseline", "fuzz", "report", "styles", "schema", "init", "config"
 )  # fmt: skip
 # Verbs of the design that this version does not have; typed alone they are no file names.
 PLANNED_VERBS: Final = (
-    "report",
     "repro",
     "doctor",
 )
@@ -61,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_baseline_flags(verbs.add_parser("baseline", help="keep the state of cells, see what got "
         "worse"))  # fmt: skip
     _add_fuzz_flags(verbs.add_parser("fuzz", help="drawn models against the engine"))
+    _add_report_flags(verbs.add_parser("report", help="show a record again, in any format"))
     verbs.add_parser("styles", help="list the parallel styles")
     verbs.add_parser("schema", help="print the JSON Schema of a record")
     _add_init_flags(verbs.add_parser("init", help="print a CI job"))
@@ -173,8 +173,10 @@ def _add_common_flags(
     add("-v", "--verbose", action="count", default=0, help="list tensors; -vv also exact ones; "
         "tracebacks of errors")  # fmt: skip
     add("-q", "--quiet", action="store_true", help="no progress, only the table")
-    add("--report", action="append", default=[], metavar="FORMAT=PATH", help="json=PATH; "
-        "repeatable")  # fmt: skip
+    _add_report_flag(shown)
+    add("--format", default="text", metavar="FORMAT", help="of stdout: text, json or github "
+        "(default: text)")  # fmt: skip
+    _add_color_flag(shown)
     code = parser.add_argument_group("exit code")
     add = code.add_argument
     add("--strict", action="store_true", default=None, help="undetermined and unexercised rows "
@@ -221,6 +223,29 @@ def _add_init_flags(parser: argparse.ArgumentParser) -> None:
     add("--mesh", help="as of run")
     add("--styles", metavar="IDS", help="as of run")
     add("--baseline", metavar="FILE", help="as of run")
+
+
+def _add_report_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of `report`."""
+    parser.description = "Show a record again. Without --report the text report is printed."
+    add = parser.add_argument
+    add("record", metavar="RECORD", help="what --report json=PATH wrote")
+    _add_report_flag(parser)
+    add("--format", metavar="FORMAT", help="print it too: text, json or github")
+    add("-v", "--verbose", action="count", default=0, help="list tensors; -vv also exact ones")
+    add("--explain", action="store_true", help="say where each part of the case was found")
+    _add_color_flag(parser)
+
+
+def _add_report_flag(shown: argparse._ActionsContainer) -> None:
+    """Declare `--report`."""
+    shown.add_argument("--report", action="append", default=[], metavar="FORMAT=PATH", help="write "
+        "json, junit and others, see docs/reports.md; - is stdout; repeatable")  # fmt: skip
+
+
+def _add_color_flag(shown: argparse._ActionsContainer) -> None:
+    """Declare `--color`."""
+    shown.add_argument("--color", default="auto", metavar="WHEN", help="auto, always or never")
 
 
 def _add_fuzz_flags(parser: argparse.ArgumentParser) -> None:

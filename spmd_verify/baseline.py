@@ -21,9 +21,10 @@ import msgspec
 from spmd_verify.errors import RecordError
 from spmd_verify.exit_codes import fails
 from spmd_verify.gate import Waiver, full_name, suffix_of, waiver_from
-from spmd_verify.printable import printable
-from spmd_verify.record import Cell, Record, from_plain, to_plain
+from spmd_verify.plain_structs import from_plain, to_plain
+from spmd_verify.record import Cell, Record
 from spmd_verify.verdict import LIMITS
+from spmd_verify.visible import visible
 from spmd_verify.whole_file import write_whole
 
 # 1: first version.
@@ -98,7 +99,7 @@ def environment_of(record: Record) -> str:
     told = {key: str(value) for key, value in record.environment.items()}
     minor = ".".join(told.get("torch", "unknown").split("+")[0].split(".")[:2])
     isa = f"{told.get('machine', 'unknown')} {told.get('cpu_capability', '')}".strip()
-    return printable(f"torch {minor}, {told.get('backend', 'gloo')}, {isa}")
+    return visible(f"torch {minor}, {told.get('backend', 'gloo')}, {isa}")
 
 
 def states(record: Record) -> dict[str, State]:

@@ -11,8 +11,8 @@ from typing import Final
 from spmd_verify.baseline import Baseline, State, environment_of, states
 from spmd_verify.exit_codes import FAILED, PASSED, RANK_FAILED
 from spmd_verify.gate import GateRules, full_name, suffix_of
-from spmd_verify.printable import printable
 from spmd_verify.record import Cell, Record
+from spmd_verify.visible import visible
 
 REGRESSED: Final = "regressed"
 IMPROVED: Final = "improved"
@@ -54,7 +54,7 @@ class Change:
     def line(self) -> str:
         """Return one line."""
         mark = "  REGRESSION" if self.is_regression and self.kind != REGRESSED else ""
-        return printable(f"{self.kind:<9}  {self.name}: {self.text}{mark}")
+        return visible(f"{self.kind:<9}  {self.name}: {self.text}{mark}")
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,12 @@ class Comparison:
         if is_many:
             named = ", ".join(change.name for change in gone[:_MOST_GONE])
             more = len(gone) - _MOST_GONE
-            found.append(printable(f"{GONE:<9}  {named} and {more} more, not in this run"))
+            found.append(visible(f"{GONE:<9}  {named} and {more} more, not in this run"))
         if self.environment is not None:
             counts = Counter(change.kind for change in self.changes)
             told = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS if counts[kind])
             found.append(
-                printable(
+                visible(
                     f"baseline {path} ({self.environment}): {self.num_cells} cells, "
                     f"{told or 'all as before'}"
                 )
@@ -182,7 +182,7 @@ def _split(name: str) -> tuple[str, str] | None:
 def _other(baseline: Baseline, path: str, wanted: str) -> str:
     """Say that a baseline has nothing for an environment."""
     known = "; ".join(sorted(baseline.environments)) or "nothing"
-    return printable(
+    return visible(
         f"warning: skipped: {path} has no cells for {wanted}. It has {known}. Save this "
         f"environment's too, or compare with another one: spmd-verify baseline compare RECORD "
         f"{path} --environment NAME"

@@ -14,14 +14,14 @@ from spmd_verify import baseline as baselines
 from spmd_verify import history
 from spmd_verify.baseline import Baseline, State, environment_of, states
 from spmd_verify.baseline_changes import compare, gone
-from spmd_verify.compare_verb import read_record
 from spmd_verify.errors import RecordError, UsageError
 from spmd_verify.exit_codes import FAILED, PASSED
 from spmd_verify.gate import waiver_from
-from spmd_verify.printable import printable
-from spmd_verify.record import Record, to_plain
+from spmd_verify.plain_structs import to_plain
+from spmd_verify.record import Record, read
 from spmd_verify.reporters import trend
 from spmd_verify.version import __version__
+from spmd_verify.visible import visible
 from spmd_verify.whole_file import write_whole
 
 Say = Callable[[str], None]
@@ -66,7 +66,7 @@ def _judged(path: str) -> Record:
     Raises:
         RecordError: `record-empty`, and those of records.
     """
-    record = read_record(path)
+    record = read(path)
     if not record.cells:
         raise RecordError(
             f"The record has no cells: {path}. Got none, expected at least one. Nothing was judged "
@@ -87,7 +87,7 @@ def _save(record: Record, path: str, say: Say) -> int:
     if differing:
         raise UsageError(
             f"The baseline has other states of these cells: {path}. Got {len(differing)}, the "
-            f"first is {printable(differing[0])!r}. See and take them: spmd-verify baseline "
+            f"first is {visible(differing[0])!r}. See and take them: spmd-verify baseline "
             f"accept RECORD {path}",
             slug="baseline-exists",
         )
@@ -96,7 +96,7 @@ def _save(record: Record, path: str, say: Say) -> int:
     _write(kept, path)
     failing = [cell for cell, state in found.items() if state.fails]
     lines = [f"saved {added} new cells of {len(found)} for {name} in {path}"]
-    lines += [printable(f"note: {cell} fails: {found[cell].verdict}") for cell in failing]
+    lines += [visible(f"note: {cell} fails: {found[cell].verdict}") for cell in failing]
     if failing:
         lines.append(f"let them fail: spmd-verify baseline accept RECORD {path} --reason TEXT "
             f"--until DATE")  # fmt: skip
@@ -167,15 +167,15 @@ def _list(arguments: argparse.Namespace, say: Say) -> int:
     blocks = []
     for environment, cells in sorted(kept.environments.items()):
         lines = [
-            [printable(name), state.verdict, _number(state.ratio), printable(state.cause or "-")]
+            [visible(name), state.verdict, _number(state.ratio), visible(state.cause or "-")]
             for name, state in sorted(cells.items())
         ]
         headers = ("cell", "verdict", "error / noise", "cause")
         table = tabulate(lines, headers=headers, disable_numparse=True)
-        blocks.append(f"{printable(environment)}\n{table}")
+        blocks.append(f"{visible(environment)}\n{table}")
     for waiver in kept.waivers(arguments.file):
         over = "OVER since" if waiver.is_over(date.today()) else "until"
-        blocks.append(printable(f"{waiver.text}: {waiver.reason} ({over} {waiver.until})"))
+        blocks.append(visible(f"{waiver.text}: {waiver.reason} ({over} {waiver.until})"))
     say("\n\n".join(blocks) or "no cells")
     return PASSED
 
@@ -187,7 +187,7 @@ def _number(value: float | None) -> str:
 def _history(arguments: argparse.Namespace, say: Say) -> int:
     """Append runs to a history, write its page, print its end."""
     commit = history.current_commit() if arguments.records else None
-    added = [history.entry_of(read_record(path), commit=commit) for path in arguments.records]
+    added = [history.entry_of(read(path), commit=commit) for path in arguments.records]
     path = arguments.file
     entries = history.append(path, added) if added else history.read(path)
     if arguments.page is not None:
@@ -198,7 +198,7 @@ def _history(arguments: argparse.Namespace, say: Say) -> int:
         f"{sum(point.fails for point in entry.cells.values())} failing"
         for entry in entries
     ]
-    say("\n".join(printable(line) for line in lines) or "no runs")
+    say("\n".join(visible(line) for line in lines) or "no runs")
     return PASSED
 
 

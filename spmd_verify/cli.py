@@ -11,16 +11,20 @@ import traceback
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spmd_verify.arguments import flag_settings, parse_arguments, report_argument
 from spmd_verify.errors import InternalError, SpmdVerifyError
 from spmd_verify.exit_codes import INTERNAL, INTERRUPTED, PASSED, WRONG_USE
 from spmd_verify.gate import GateRules
 from spmd_verify.mesh_spec import parse_mesh, parse_sweep
-from spmd_verify.options import FuzzOptions, Options
+from spmd_verify.options import FuzzOptions, Options, check_shown
+from spmd_verify.streams import printable, wants_color
 from spmd_verify.style_ids import ENTRY_POINTS, STYLES, plugins
 from spmd_verify.variants import KEYS, Variants
+
+if TYPE_CHECKING:
+    from spmd_verify.record import Record
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "certify": _certify,
             "compare": _compare,
             "fuzz": _fuzz,
+            "report": _report,
             "styles": _styles,
             "schema": _schema,
             "baseline": _baseline,
@@ -96,6 +101,8 @@ def options_from(arguments: argparse.Namespace, words: Sequence[str]) -> Options
         verbosity=-1 if arguments.quiet else arguments.verbose,
         mesh_sweep=tuple(mesh for text in arguments.mesh_sweep for mesh in parse_sweep(text)),
         reports=tuple(report_argument(text) for text in arguments.report),
+        output_format=arguments.format,
+        color=arguments.color,
         overrides={"inputs": "adversarial"} if arguments.adversarial else {},
         variants=variants,
         gate=GateRules(overrides=found.overrides, waivers=found.waivers),
@@ -119,14 +126,19 @@ def _run(arguments: argparse.Namespace, words: list[str]) -> int:
     from spmd_verify.run import verify
 
     options, baseline = run_gate.prepared(options)
-    progress = Progress(quiet=options.verbosity < 0)
+    progress = Progress(quiet=options.verbosity < 0, color=options.color)
     try:
         record = verify(options, progress)
     finally:
         progress.close()
     record.exit_code = run_gate.finish(record, options, baseline)
-    text = terminal.render(record, verbosity=options.verbosity, explain=options.explain)
-    print(text, flush=True)
+    text = terminal.render(
+        record,
+        verbosity=options.verbosity,
+        explain=options.explain,
+        has_color=wants_color(options.color, sys.stdout),
+    )
+    _show(record, options.output_format, text)
     for report_format, path in options.reports:
         write_report(record, report_format, path)
     return int(record.exit_code)
@@ -144,7 +156,7 @@ def _certify(arguments: argparse.Namespace, words: list[str]) -> int:
     from spmd_verify.progress import Progress
     from spmd_verify.reporters import certificates, write_report
 
-    progress = Progress(quiet=options.verbosity < 0)
+    progress = Progress(quiet=options.verbosity < 0, color=options.color)
     try:
         record = certify(options, progress)
     finally:
@@ -152,7 +164,8 @@ def _certify(arguments: argparse.Namespace, words: list[str]) -> int:
     record.exit_code = decide_certified(
         record.cells, strict=options.strict, exit_zero=options.exit_zero
     )
-    print(certificates.render(record, verbosity=options.verbosity), flush=True)
+    text = certificates.render(record, verbosity=options.verbosity)
+    _show(record, options.output_format, text)
     for report_format, path in options.reports:
         write_report(record, report_format, path)
     return int(record.exit_code)
@@ -164,11 +177,49 @@ def _compare(arguments: argparse.Namespace, words: list[str]) -> int:
     from spmd_verify.reporters import write_report
 
     reports = [report_argument(text) for text in arguments.report]
+    check_shown(reports, arguments.format, arguments.color)
     record, text = compare_verb.compare(arguments, ("spmd-verify", *words))
-    print(text, flush=True)
+    _show(record, arguments.format, text)
     for report_format, path in reports:
         write_report(record, report_format, path)
     return int(record.exit_code)
+
+
+def _report(arguments: argparse.Namespace, words: list[str]) -> int:
+    """Show a record again."""
+    del words
+    reports = [report_argument(text) for text in arguments.report]
+    check_shown(reports, arguments.format or "text", arguments.color)
+    from spmd_verify.report_verb import read_record, rendered  # not for --help
+    from spmd_verify.reporters import text, write_content
+
+    record = read_record(arguments.record)
+    for path, content in rendered(record, reports):
+        write_content(content, path)
+    if arguments.format or not reports:
+        shown = text.shown(
+            record,
+            verbosity=arguments.verbose,
+            explain=arguments.explain,
+            has_color=wants_color(arguments.color, sys.stdout),
+        )
+        _show(record, arguments.format or "text", shown)
+    return PASSED
+
+
+def _show(record: "Record", output_format: str, text: str) -> None:
+    """Print a record as `--format` says; `text` is what it looks like as text."""
+    from spmd_verify.record import encode  # not for --help
+    from spmd_verify.reporters import github
+
+    if output_format == "json":
+        text = encode(record).decode().rstrip("\n")
+    elif output_format == "github":
+        text = github.stdout(record, text)
+    try:
+        print(printable(text, sys.stdout), flush=True)
+    except BrokenPipeError:  # `| head` has seen enough; the exit code is still the verdict
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fuzz(arguments: argparse.Namespace, words: list[str]) -> int:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from spmd_verify import record_changes
 from spmd_verify.errors import UsageError
 from spmd_verify.exit_codes import decide
 from spmd_verify.mesh_spec import parse_mesh
-from spmd_verify.record import Record, decode
+from spmd_verify.record import Record, read
 from spmd_verify.reporters import terminal
+from spmd_verify.streams import wants_color
 from spmd_verify.verdict import LIMITS
 from spmd_verify.version import __version__
 
@@ -50,7 +51,7 @@ def _is_record(path: str) -> bool:
 
 def _compare_records(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Record, str]:
     """Compare two records cell by cell; the result holds the newer one's cells."""
-    before, after = read_record(arguments.reference), read_record(arguments.candidate)
+    before, after = read(arguments.reference), read(arguments.candidate)
     found = record_changes.changes(before, after, strict=bool(arguments.strict))
     code = record_changes.exit_code(found)
     record = _record(arguments, command)
@@ -61,19 +62,6 @@ def _compare_records(arguments: argparse.Namespace, command: Sequence[str]) -> t
     ]
     record.exit_code = 0 if code == 1 and arguments.exit_zero else code
     return record, record_changes.render(before, after, found)
-
-
-def read_record(path: str) -> Record:
-    """Read one record."""
-    try:
-        content = Path(path).read_bytes()
-    except OSError as error:
-        raise UsageError(
-            f"Cannot read the record: {path}. Got {error.strerror}. Pass the file that --report "
-            f"json=PATH wrote",
-            slug="record-unreadable",
-        ) from error
-    return decode(content, path)
 
 
 def _compare_dumps(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Record, str]:
@@ -97,7 +85,9 @@ def _compare_dumps(arguments: argparse.Namespace, command: Sequence[str]) -> tup
     record.exit_code = decide(
         record.cells, strict=bool(arguments.strict), exit_zero=arguments.exit_zero
     )
-    return record, terminal.render(record, verbosity=-1 if arguments.quiet else arguments.verbose)
+    verbosity = -1 if arguments.quiet else arguments.verbose
+    has_color = wants_color(arguments.color, sys.stdout)
+    return record, terminal.render(record, verbosity=verbosity, has_color=has_color)
 
 
 def _axes(text: str | None) -> dict[str, int] | None:

@@ -8,7 +8,7 @@ from typing import Any, Final
 from spmd_verify.config import KEYS, Configuration
 from spmd_verify.gate import Override, Waiver
 from spmd_verify.options import Options
-from spmd_verify.printable import printable
+from spmd_verify.visible import visible
 
 # Where a default is no value of its own.
 _WORDS: Final[Mapping[str, str]] = {
@@ -48,7 +48,7 @@ def render(found: Configuration, flags: Mapping[str, Any], options: Options) -> 
     texts += [_override(override) for override in found.overrides]
     texts += [_waiver(waiver) for waiver in found.waivers]
     texts.append(f"pyproject.toml: {found.path or 'none here or above'}")
-    return "\n".join(printable(text) for text in texts)
+    return "\n".join(visible(text) for text in texts)
 
 
 def _default(key: str, options: Options) -> str:

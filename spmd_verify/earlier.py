@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from spmd_verify.compare_verb import read_record
-from spmd_verify.record import Cell, Record
+from spmd_verify.record import Cell, Record, read
 from spmd_verify.record_changes import CellKey, key_of
 
 # Settings that make other numbers; what a cell's key holds is not among them.
@@ -32,7 +31,7 @@ class Earlier:
         self.environment: dict[str, object] = {}
         self.why_not: str | None = None
         if path:
-            self._take(read_record(path), path, current)
+            self._take(read(path), path, current)
 
     def _take(self, record: Record, path: str, current: Record) -> None:
         """Keep what is worth keeping of a record."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from spmd_verify.errors import UsageError, choices_text
 from spmd_verify.exit_codes import FAILING, has_doubtful_rows
-from spmd_verify.printable import printable
+from spmd_verify.visible import visible
 
 if TYPE_CHECKING:
     from spmd_verify.record import Cell
@@ -139,7 +139,7 @@ class GateRules:
             more = f" and {len(elsewhere) - _MOST_NAMED} more" * (len(elsewhere) > _MOST_NAMED)
             named = "; ".join(elsewhere[:_MOST_NAMED])
             lines.append(f"note: no cell of this run is meant by: {named}{more}")
-        return [printable(line) for line in lines]
+        return [visible(line) for line in lines]
 
     def _of(self, waiver: Waiver, near: Sequence[Cell], day: date) -> list[str]:
         """Say of one waiver that it is over, or that no cell needs it any more."""

@@ -14,7 +14,8 @@ import msgspec
 from spmd_verify.baseline import environment_of, states
 from spmd_verify.errors import RecordError
 from spmd_verify.gate import full_name, suffix_of
-from spmd_verify.record import Record, from_plain, to_plain
+from spmd_verify.plain_structs import from_plain, to_plain
+from spmd_verify.record import Record
 from spmd_verify.whole_file import write_whole
 
 # 1: first version.

@@ -5,18 +5,22 @@ Torch-free. The command line makes an `Options`; `spmd_verify.run.verify` obeys 
 
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from spmd_verify.errors import UsageError, choices_text
 from spmd_verify.gate import GateRules, check_fail_on, suffix_of
 from spmd_verify.mesh_spec import MeshSpec
+from spmd_verify.streams import COLORS
 from spmd_verify.variants import Variants
 from spmd_verify.verdict import LIMITS
 
 DTYPES: Final[tuple[str, ...]] = ("float32", "float64", "bfloat16")
 # Dtypes in which a wrong formula is far above rounding (`drawn_check.TOLERANCES`).
 FUZZ_DTYPES: Final[tuple[str, ...]] = ("float64", "float32")
+# What `--format` puts on stdout.
+OUTPUT_FORMATS: Final[tuple[str, ...]] = ("text", "json", "github")
 RUNNERS: Final[tuple[str, ...]] = ("processes", "lockstep")
 PP_SCHEDULES: Final = ("gpipe", "1f1b")
 # One machine runs 16 gloo ranks before scheduling dominates; lockstep
@@ -60,6 +64,8 @@ class Options:
         verbosity: -1 quiet, 0 normal, 1 lists tensors, 2 adds the exact ones.
         log_dir: Where rank logs go; None for a temporary folder.
         reports: `(format, path)` of every report file asked for.
+        output_format: What goes to stdout, one of `OUTPUT_FORMATS`.
+        color: One of `streams.COLORS`.
         exact: Judge single steps from dyadic states, bit for bit.
         overrides: Fields put over what discovery finds, by name; part of a case's address.
         pp_schedule: In which order pipeline stages run micro-batches, one of `PP_SCHEDULES`.
@@ -96,6 +102,8 @@ class Options:
     verbosity: int = 0
     log_dir: str | None = None
     reports: tuple[tuple[str, str], ...] = ()
+    output_format: str = OUTPUT_FORMATS[0]
+    color: str = COLORS[0]
     exact: bool = False
     overrides: dict[str, str] = field(default_factory=dict)
     pp_schedule: str = PP_SCHEDULES[0]
@@ -156,8 +164,9 @@ class Options:
 
         Raises:
             UsageError: `unknown-dtype`, `unknown-runner`, `unknown-schedule`, `bad-number`,
-                `mesh-too-large`, `unknown-report-format`, `two-kinds-of-inputs`,
-                `exact-variants`, `nothing-to-lower`, `two-precisions`, `unknown-verdict`.
+                `mesh-too-large`, `unknown-report-format`, `unknown-format`, `unknown-color`,
+                `two-kinds-of-inputs`, `exact-variants`, `nothing-to-lower`, `two-precisions`,
+                `unknown-verdict`.
         """
         if self.exact and (self.variants.overrides() or self.resume_check):
             raise UsageError(
@@ -175,8 +184,7 @@ class Options:
         self.variants.checked(self.dtype)
         _check_choice("--runner", self.runner, RUNNERS, slug="unknown-runner")
         _check_choice("--pp-schedule", self.pp_schedule, PP_SCHEDULES, slug="unknown-schedule")
-        for report_format, _ in self.reports:
-            _check_choice("--report", report_format, ("json",), slug="unknown-report-format")
+        check_shown(self.reports, self.output_format, self.color)
         _check_number("--steps", self.steps, 2 if self.resume_check else 1)
         _check_number("--seed", self.seed, 0)
         _check_number("--faults", self.faults, 1)
@@ -227,6 +235,25 @@ class FuzzOptions:
                 slug="no-such-folder",
             )
         return self
+
+
+def check_shown(reports: Iterable[tuple[str, str]], output_format: str, color: str) -> None:
+    """Check what a run or a record is to be shown as.
+
+    Args:
+        reports: `(format, path)` of the report files.
+        output_format: For stdout.
+        color: One of `streams.COLORS`.
+
+    Raises:
+        UsageError: `unknown-report-format`, `unknown-format`, `unknown-color`.
+    """
+    from spmd_verify.reporters import FORMATS  # the record and its views, not for --help
+
+    for report_format, _ in reports:
+        _check_choice("--report", report_format, (*FORMATS,), slug="unknown-report-format")
+    _check_choice("--format", output_format, OUTPUT_FORMATS, slug="unknown-format")
+    _check_choice("--color", color, COLORS, slug="unknown-color")
 
 
 def check_rank_limit(num_ranks: int, limit: int, runner: str) -> None:

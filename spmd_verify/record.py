@@ -4,15 +4,20 @@ Floats round-trip; NaN and infinities are written as strings. Keys that this ver
 not know are kept in `unknown` and written back; a newer major version is refused.
 """
 
-import math
+import gc
+import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
-from typing import Any, Final, get_args, get_origin, get_type_hints
+from typing import Any, Final
 
 import msgspec
 
-from spmd_verify.errors import RecordError
+from spmd_verify.errors import RecordError, UsageError
+from spmd_verify.plain_structs import NON_FINITE, from_plain, to_plain
 
 # 1.0: first version.
 # 1.1: `ties` of a cell.
@@ -20,7 +25,6 @@ from spmd_verify.errors import RecordError
 SCHEMA_VERSION: Final = "1.2"
 # What the root module is called in names of its outputs.
 ROOT: Final = "model"
-_NON_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class Cause(msgspec.Struct, kw_only=True):
@@ -202,6 +206,12 @@ class Cell(msgspec.Struct, kw_only=True):
         """Return the name that `-k` and messages use."""
         return f"{self.case}/{self.style}"
 
+    @property
+    def reason(self) -> str:
+        """Return why the verdict is no more than it is, else what there is to say of the cell."""
+        doubt = self.undetermined_reason if self.verdict == "undetermined" else None
+        return self.skipped_reason or doubt or self.message
+
 
 class CaseInfo(msgspec.Struct, kw_only=True):
     """What was judged."""
@@ -249,7 +259,8 @@ class Record(msgspec.Struct, kw_only=True):
 
 def encode(record: Record) -> bytes:
     """Return a record as indented JSON, NaN and infinities as strings."""
-    text = msgspec.json.encode(to_plain(record))
+    with _no_collections():
+        text = msgspec.json.encode(to_plain(record))
     return msgspec.json.format(text, indent=1) + b"\n"
 
 
@@ -263,27 +274,49 @@ def decode(text: bytes | str, where: str = "the record") -> Record:
     Raises:
         RecordError: `not-a-record`, `record-too-new`.
     """
+    with _no_collections():
+        try:
+            plain = msgspec.json.decode(text)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise _not_a_record(where, str(error)) from error
+        if not isinstance(plain, dict) or "schema_version" not in plain:
+            raise _not_a_record(where, "no schema_version")
+        _check_version(str(plain["schema_version"]), where)
+        try:
+            return from_plain(Record, plain)
+        except msgspec.ValidationError as error:
+            raise _not_a_record(where, str(error)) from error
+
+
+def read(path: str) -> Record:
+    """Read a record from a file.
+
+    Raises:
+        UsageError: `record-unreadable`.
+        RecordError: `not-a-record`, `record-too-new`.
+    """
     try:
-        plain = msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise _not_a_record(where, str(error)) from error
-    if not isinstance(plain, dict) or "schema_version" not in plain:
-        raise _not_a_record(where, "no schema_version")
-    version = str(plain["schema_version"])
+        content = Path(path).read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise UsageError(
+            f"Cannot read the record: {path!r}. Got {getattr(error, 'strerror', None) or error}. "
+            f"Pass the file that --report json=PATH wrote",
+            slug="record-unreadable",
+        ) from error
+    return decode(content, path)
+
+
+def _check_version(version: str, where: str) -> None:
+    """Refuse a version that is none, and a newer major one."""
     major = version.partition(".")[0]
-    if not major.isdecimal():
-        raise _not_a_record(where, f"schema_version {version!r}")
+    if not re.fullmatch("[0-9]{1,9}", major):
+        raise _not_a_record(where, f"schema_version {version[:40]!r}")
     if int(major) > int(SCHEMA_VERSION.partition(".")[0]):
         raise RecordError(
             f"The record is too new: {where}. Got schema {version}, this version reads up to "
             f"{SCHEMA_VERSION}. Install the spmd-verify that wrote it, or a newer one",
             slug="record-too-new",
         )
-    try:
-        record: Record = from_plain(Record, plain)
-    except (msgspec.ValidationError, TypeError) as error:
-        raise _not_a_record(where, str(error)) from error
-    return record
 
 
 def json_schema() -> dict[str, Any]:
@@ -306,46 +339,16 @@ def _not_a_record(where: str, why: str) -> RecordError:
     )
 
 
-def to_plain(value: Any) -> Any:
-    """Turn structs into dicts, unknown keys merged in, non-finite floats into strings."""
-    if isinstance(value, msgspec.Struct):
-        known = {
-            name: to_plain(getattr(value, name))
-            for name in value.__struct_fields__
-            if name != "unknown"
-        }
-        return {**known, **to_plain(getattr(value, "unknown", {}))}
-    if isinstance(value, dict):
-        return {str(key): to_plain(member) for key, member in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [to_plain(member) for member in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
-    return value
-
-
-def from_plain(kind: Any, value: Any) -> Any:
-    """Make a value of an annotated type from plain JSON."""
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        if not isinstance(value, dict):
-            raise TypeError(f"{kind.__name__} is no object but {value!r}")
-        hints = get_type_hints(kind)
-        names = set(kind.__struct_fields__) - {"unknown"}
-        known = {name: from_plain(hints[name], value[name]) for name in value if name in names}
-        return kind(**known, unknown={key: value[key] for key in value if key not in names})
-    members = [member for member in get_args(kind) if member is not type(None)]
-    if value is None or kind is Any:
-        return msgspec.convert(value, kind)
-    if get_origin(kind) is list:
-        return [from_plain(members[0], member) for member in msgspec.convert(value, list)]
-    if get_origin(kind) is dict:
-        pairs = msgspec.convert(value, dict).items()
-        return {key: from_plain(members[1], member) for key, member in pairs}
-    if members:
-        return from_plain(members[0], value)
-    if kind is float and isinstance(value, str) and value in _NON_FINITE:
-        return _NON_FINITE[value]
-    return msgspec.convert(value, kind)
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Run the body without looking for cycles: a million new objects, and none is garbage."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _with_non_finite(schema: Any) -> Any:
@@ -353,7 +356,7 @@ def _with_non_finite(schema: Any) -> Any:
     if isinstance(schema, dict):
         if schema.get("type") == "number":
             rest = {key: value for key, value in schema.items() if key != "type"}
-            return {"anyOf": [{"type": "number"}, {"enum": list(_NON_FINITE)}], **rest}
+            return {"anyOf": [{"type": "number"}, {"enum": list(NON_FINITE)}], **rest}
         return {key: _with_non_finite(value) for key, value in schema.items()}
     if isinstance(schema, list):
         return [_with_non_finite(member) for member in schema]

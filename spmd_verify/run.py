@@ -71,6 +71,9 @@ class Progress(Protocol):
     def note(self, text: str) -> None:
         """Say something worth a line of its own."""
 
+    def planned(self, count: int) -> None:
+        """Say how many cells there will be, besides those already planned."""
+
     def started(self, what: str) -> None:
         """Begin something that takes time."""
 
@@ -223,6 +226,8 @@ class _Run:
             self._add_wrong_case(address, styles, error)
             return
         prober, resumer = Prober(self, case, report, reference), Resumer(self, report)
+        cells = list(self._cells(styles, report))
+        self.progress.planned(len(cells))
         try:
             for mesh, style in cells:
                 if self.is_over_budget:

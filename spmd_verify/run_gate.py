@@ -9,8 +9,8 @@ from spmd_verify.baseline import Baseline
 from spmd_verify.baseline_changes import Comparison, compare
 from spmd_verify.exit_codes import FAILED, NOTHING_JUDGED, PASSED, RANK_FAILED, decide
 from spmd_verify.options import Options
-from spmd_verify.printable import printable
 from spmd_verify.record import Record
+from spmd_verify.visible import visible
 
 
 def prepared(options: Options) -> tuple[Options, Baseline | None]:
@@ -67,4 +67,4 @@ def _left_out(record: Record) -> list[str]:
     if not left:
         return []
     named = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
-    return [printable(f"warning: --budget is over, not run: {named}; --resume RECORD goes on")]
+    return [visible(f"warning: --budget is over, not run: {named}; --resume RECORD goes on")]

@@ -192,7 +192,7 @@ def test_flags_go_over_the_environment_over_the_file(
         (["--dtype", "flot32"], "did you mean 'float32'? [unknown-dtype]"),
         (["--steps", "0"], "[bad-number]"),
         (["--report", "out.json"], "[bad-report]"),
-        (["--report", "junit=x"], "[unknown-report-format]"),
+        (["--report", "junt=x"], "[unknown-report-format]"),
         (["--runner", "threads"], "[unknown-runner]"),
         (["--no-such-flag"], "unrecognized arguments"),
         (["--steps", "x"], "invalid int value"),
@@ -249,6 +249,24 @@ def test_an_interrupt_exits_130(case_file: str, use_verify: Callable[[Verify], N
     use_verify(verify)
 
     assert cli.main([case_file]) == 130
+
+
+@pytest.mark.parametrize("output_format", ["text", "json", "github"])
+def test_the_format_decides_what_stands_on_stdout(
+    output_format: str,
+    case_file: str,
+    use_verify: Callable[[Verify], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    use_verify(lambda options, progress: Record(cells=[_cell("mismatch")]))
+
+    assert cli.main([case_file, "--format", output_format]) == 1
+    out = capsys.readouterr().out
+    if output_format == "json":
+        assert json.loads(out)["cells"][0]["verdict"] == "mismatch"
+    else:
+        assert ("\n::error file=m.py,line=1," in out) == (output_format == "github")
+        assert "1 of 1 cells fail" in out
 
 
 def test_list_prints_the_cells_and_runs_nothing(

@@ -23,7 +23,7 @@ from spmd_verify.members import Permuted, Plain
 from spmd_verify.mesh_spec import MeshSpec
 from spmd_verify.options import Options
 from spmd_verify.record import Cell, Record
-from spmd_verify.reporters import terminal
+from spmd_verify.reporters import paragraphs, terminal
 from spmd_verify.styles.base import StyleContext
 from spmd_verify.trajectory import same_bits
 
@@ -152,6 +152,9 @@ class Silent:
     def note(self, text: str) -> None:
         pass
 
+    def planned(self, count: int) -> None:
+        pass
+
     def started(self, what: str) -> None:
         pass
 
@@ -222,7 +225,7 @@ def test_one_flipped_low_bit_in_one_gradient_is_seen(
         assert cell.verdict == "mismatch"
         assert cell.first_divergence is not None
         assert cell.first_divergence.stage == "gradients"
-        row = terminal.first_row(cell)
+        row = paragraphs.first_row(cell)
         assert row is not None
         assert row.max_ulp == 1
         assert 1 <= row.unknown["differing"] <= most

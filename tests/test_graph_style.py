@@ -49,6 +49,9 @@ class Silent:
     def note(self, text: str) -> None:
         pass
 
+    def planned(self, count: int) -> None:
+        pass
+
     def started(self, what: str) -> None:
         pass
 

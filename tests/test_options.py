@@ -36,6 +36,8 @@ def test_a_malformed_mesh_is_refused(text: str) -> None:
     [
         ({"dtype": "flot32"}, "unknown-dtype"),
         ({"runner": "threads"}, "unknown-runner"),
+        ({"output_format": "xml"}, "unknown-format"),
+        ({"color": "maybe"}, "unknown-color"),
         ({"steps": 0}, "bad-number"),
         ({"seed": -1}, "bad-number"),
         ({"timeout_seconds": 0.0}, "bad-number"),
@@ -43,7 +45,7 @@ def test_a_malformed_mesh_is_refused(text: str) -> None:
         ({"max_ranks": 0}, "bad-number"),
         ({"mesh": parse_mesh("17")}, "mesh-too-large"),
         ({"mesh": parse_mesh("3"), "max_ranks": 2}, "mesh-too-large"),
-        ({"reports": (("html", "x"),)}, "unknown-report-format"),
+        ({"reports": (("pdf", "x"),)}, "unknown-report-format"),
     ],
 )
 def test_a_value_out_of_range_is_refused(change: dict[str, object], slug: str) -> None:

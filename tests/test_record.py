@@ -4,10 +4,12 @@ import json
 import math
 from typing import Any
 
+import msgspec
 import pytest
 
 from spmd_verify import record as records
 from spmd_verify.errors import RecordError
+from spmd_verify.plain_structs import from_plain, to_plain
 from spmd_verify.record import Cause, Cell, FirstDivergence, Record, Row, WorstElement
 
 
@@ -57,6 +59,36 @@ def test_unknown_keys_are_kept_at_every_level() -> None:
     plain["cells"][0]["tensors"][0]["cause"]["later"] = "x"
 
     assert json.loads(records.encode(records.decode(json.dumps(plain)))) == plain
+
+
+class Inner(msgspec.Struct):
+    value: float
+    unknown: dict[str, Any] = {}
+
+
+class Outer(msgspec.Struct):
+    by_name: dict[str, Inner]
+    ratios: dict[str, dict[str, float]]
+    values: list[float]
+    maybe: list[Inner] | None = None
+
+
+def test_structs_and_floats_in_any_container_come_back() -> None:
+    outer = Outer(
+        by_name={"a": Inner(math.inf, {"later": [1]})},
+        ratios={"b": {"c": -math.inf}},
+        values=[1.0, math.inf],
+        maybe=[Inner(2.0)],
+    )
+    plain = to_plain(outer)
+
+    assert plain == {
+        "by_name": {"a": {"value": "inf", "later": [1]}},
+        "ratios": {"b": {"c": "-inf"}},
+        "values": [1.0, "inf"],
+        "maybe": [{"value": 2.0}],
+    }
+    assert from_plain(Outer, plain) == outer
 
 
 def test_the_fields_are_those_of_the_page() -> None:

@@ -367,6 +367,9 @@ class Silent:
     def note(self, text: str) -> None:
         self.notes.append(text)
 
+    def planned(self, count: int) -> None:
+        pass
+
     def started(self, what: str) -> None:
         pass
 

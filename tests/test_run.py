@@ -53,6 +53,9 @@ class Events:
     def note(self, text: str) -> None:
         self.notes.append(text)
 
+    def planned(self, count: int) -> None:
+        pass
+
     def started(self, what: str) -> None:
         self.starts.append(what)
         self.on_start(what)

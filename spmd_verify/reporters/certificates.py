@@ -7,12 +7,13 @@ from typing import Final
 
 from tabulate import tabulate
 
+import spmd_verify.reporters.terminal as terminal
 from spmd_verify import certificate as certificates
 from spmd_verify.certificate import CAUGHT, EQUIVALENT, NOT_PLANTED, SURVIVED, Certificate
 from spmd_verify.exit_codes import fails
 from spmd_verify.planting.faults import EXPECTED_CAUSES, KINDS
 from spmd_verify.record import Cell, Record
-from spmd_verify.reporters import terminal
+from spmd_verify.visible import visible
 
 _HEADERS: Final = (
     "style",
@@ -34,9 +35,8 @@ def render(record: Record, *, verbosity: int = 0) -> str:
         record: A finished record.
         verbosity: 1 adds every fault and what is visible in every tensor.
     """
-    certified = [(cell, found) for cell in record.cells if (found := certificates.of(cell))]
-    blocks = [_table(record.cells), _kinds([found for _, found in certified])]
-    blocks += [_survivors(cell, found) for cell, found in certified]
+    certified = _certified(record)
+    blocks = _planted(record)
     if verbosity > 0:
         for cell, found in certified:
             blocks += [_faults(cell, found), _sensitivities(cell, found)]
@@ -47,12 +47,30 @@ def render(record: Record, *, verbosity: int = 0) -> str:
     return "\n\n".join(block for block in blocks if block)
 
 
+def planted(record: Record) -> str:
+    """Return the part about planted faults, without a final newline."""
+    blocks = [*_planted(record), _summary(record.cells, _certified(record))]
+    return "\n\n".join(block for block in blocks if block)
+
+
+def _certified(record: Record) -> list[tuple[Cell, Certificate]]:
+    """Return the cells that have a certificate."""
+    return [(cell, found) for cell in record.cells if (found := certificates.of(cell))]
+
+
+def _planted(record: Record) -> list[str]:
+    """Return the tables of what was planted, and what survived in each cell."""
+    certified = _certified(record)
+    blocks = [_table(record.cells), _kinds([found for _, found in certified])]
+    return [*blocks, *(_survivors(cell, found) for cell, found in certified)]
+
+
 def _table(cells: Sequence[Cell]) -> str:
     """Return one line per cell."""
     has_cases = len({cell.case for cell in cells}) > 1
     lines = [[cell.case] * has_cases + _line(cell) for cell in cells]
     headers = ["case"] * has_cases + list(_HEADERS)
-    return str(tabulate(lines, headers=headers, disable_numparse=True))
+    return str(tabulate(_seen(lines), headers=headers, disable_numparse=True))
 
 
 def _line(cell: Cell) -> list[str]:
@@ -96,7 +114,7 @@ def _kinds(found: Sequence[Certificate]) -> str:
             ]
         )
     headers = ("planted", "caught", "named", "cause said", "cause expected")
-    return str(tabulate(lines, headers=headers, disable_numparse=True)) if lines else ""
+    return str(tabulate(_seen(lines), headers=headers, disable_numparse=True)) if lines else ""
 
 
 def _survivors(cell: Cell, found: Certificate) -> str:
@@ -114,7 +132,8 @@ def _survivors(cell: Cell, found: Certificate) -> str:
             f"  note: {check.of - check.seen_above} of {check.of} gradients were not seen to "
             f"differ at twice the error that should be visible"
         )
-    return "\n".join([f"{cell.id}, mesh {cell.mesh}, {cell.dtype}", *lines]) if lines else ""
+    heading = f"{cell.id}, mesh {cell.mesh}, {cell.dtype}"
+    return "\n".join(visible(line) for line in (heading, *lines)) if lines else ""
 
 
 def _faults(cell: Cell, found: Certificate) -> str:
@@ -125,7 +144,8 @@ def _faults(cell: Cell, found: Certificate) -> str:
     ]
     headers = ("planted", "where", "status", "first divergence", "cause")
     title = f"{cell.id}: {len(lines)} faults in {found.collectives} collectives a step"
-    return f"{title}\n{tabulate(lines, headers=headers, disable_numparse=True)}"
+    table = tabulate(_seen(lines), headers=headers, disable_numparse=True)
+    return f"{visible(title)}\n{table}"
 
 
 def _sensitivities(cell: Cell, found: Certificate) -> str:
@@ -148,7 +168,8 @@ def _sensitivities(cell: Cell, found: Certificate) -> str:
         if check
         else ""
     )
-    return f"{title}\n{tabulate(lines, headers=headers, disable_numparse=True)}{note}"
+    table = tabulate(_seen(lines), headers=headers, disable_numparse=True)
+    return f"{visible(title)}\n{table}{note}"
 
 
 def _summary(cells: Sequence[Cell], certified: Sequence[tuple[Cell, Certificate]]) -> str:
@@ -163,6 +184,11 @@ def _summary(cells: Sequence[Cell], certified: Sequence[tuple[Cell, Certificate]
     if certified and not counted:
         parts.append("nothing could be planted that changes a number")
     return "; ".join(parts)
+
+
+def _seen(lines: list[list[str]]) -> list[list[str]]:
+    """Return the lines of a table with every character to be seen."""
+    return [[visible(text) for text in line] for line in lines]
 
 
 def _share(count: int, of: int) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from spmd_verify.history import Entry, Point
-from spmd_verify.printable import printable
+from spmd_verify.visible import visible
 
 _HEADERS: Final = ("cell", "verdict", "since", "error / noise", "seconds", "runs")
 _WIDTH, _HEIGHT, _MOST_RUNS = 120, 24, 60
@@ -144,9 +144,9 @@ def _summary(runs: Sequence[Entry]) -> str:
 
 
 def _escaped(text: str) -> str:
-    return html.escape(printable(text))
+    return html.escape(visible(text))
 
 
 def _marked(text: str) -> str:
     """Return text that Markdown shows as it is; no HTML and no cell border in it."""
-    return _MARKDOWN.sub(r"\\\1", html.escape(printable(text), quote=False))
+    return _MARKDOWN.sub(r"\\\1", html.escape(visible(text), quote=False))
