@@ -135,7 +135,7 @@ class Options:
         _check_choice("--runner", self.runner, RUNNERS, slug="unknown-runner")
         _check_choice("--pp-schedule", self.pp_schedule, PP_SCHEDULES, slug="unknown-schedule")
         for report_format, _ in self.reports:
-            _check_choice("--report", report_format, ("json",), slug="unknown-report-format")
+            _check_choice("--report", report_format, ("json", "html"), slug="unknown-report-format")
         _check_number("--steps", self.steps, 2 if self.resume_check else 1)
         _check_number("--seed", self.seed, 0)
         _check_number("--faults", self.faults, 1)
