@@ -1,6 +1,6 @@
 // Charts over steps with a logarithmic axis. A line is {label, kind, points: [{step, value, say}]};
 // `say` makes a point one that the keyboard reaches, with its words beside it.
-const WIDTH = 600, HEIGHT = 250, LEFT = 58, RIGHT = 12, TOP = 14, BOTTOM = 34;
+const WIDTH = 600, HEIGHT = 250, LEFT = 58, RIGHT = 12, TOP = 26, BOTTOM = 24;
 // Zero has no logarithm and infinity no place: they have rows of their own, below and above.
 const MARGIN_ROW = 16;
 
@@ -50,8 +50,8 @@ function axes(at, unit) {
   for (let step = at.first; step <= at.last; step += every) {
     parts.push(drawn("text", { x: at.x(step), y: HEIGHT - BOTTOM + 16, "text-anchor": "middle" }, String(step)));
   }
-  parts.push(drawn("text", { x: WIDTH - RIGHT, y: HEIGHT - 4, "text-anchor": "end" }, "step"));
-  parts.push(drawn("text", { x: LEFT, y: HEIGHT - 4 }, unit));
+  parts.push(drawn("text", { x: LEFT - 6, y: HEIGHT - BOTTOM + 16, "text-anchor": "end" }, "step"));
+  parts.push(drawn("text", { x: 2, y: 12 }, unit));
   return parts;
 }
 

@@ -10,7 +10,7 @@ const links = [...document.querySelectorAll("a.chip")];
 
 const table = new RowTable((cell, s) => visit(cell, s));
 const heatBox = element("div", {});
-const growthBox = element("div", {});
+const growthBox = element("div", { class: "half" });
 const tensorBox = element("div", { id: "tensor", tabindex: "-1" });
 const tensorPanel = element("section", { "aria-label": "One tensor", hidden: true }, tensorBox);
 let current = null;
@@ -147,10 +147,9 @@ function build() {
   const titled = (words, ...inside) => element("section", { "aria-label": words }, element("h4", {}, words), ...inside);
   explorer.append(
     tensorPanel,
-    element("div", { class: "two" },
-      titled("Modules and stages: worst error / noise", heatBox),
-      titled("Growth: largest parameter error / noise by step", growthBox)),
-    titled("Tensors", ...table.parts()));
+    titled("Modules and stages: worst error / noise", heatBox),
+    titled("Tensors", ...table.parts()),
+    titled("Growth: largest parameter error / noise by step", growthBox));
   const isOneCase = new Set(data.cells.map((cell) => cell.case)).size < 2;
   picker.append(...data.cells.map((cell) => element("option", { value: cell.key },
     `${cell.style} on ${cell.mesh}, ${cell.dtype}: ${cell.verdict}` + (isOneCase ? "" : ` (${cell.case})`))));
