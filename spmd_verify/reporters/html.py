@@ -52,7 +52,7 @@ def render(record: Record) -> bytes:
 
 def _said(view: CellView) -> dict[str, Any]:
     """Return what the script needs of a cell besides its rows."""
-    cell, first = view.cell, view.cell.first_divergence
+    cell, first, worst = view.cell, view.cell.first_divergence, view.cell.worst
     return {
         "key": view.key,
         "case": shown(cell.case),
@@ -62,10 +62,14 @@ def _said(view: CellView) -> dict[str, Any]:
         "verdict": shown(cell.verdict),
         "fails": view.is_failing,
         "growth": [str(value) for value in view.growth],
-        "first": None
-        if first is None
-        else {"step": first.step, "stage": shown(first.stage), "tensor": shown(first.tensor)},
+        "first": None if first is None else _named(first.stage, first.tensor),
+        "worst": None if worst is None else _named(worst.stage, worst.tensor),
     }
+
+
+def _named(stage: str, tensor: str) -> dict[str, str]:
+    """Return which tensor is meant, in the words of the rows."""
+    return {"stage": shown(stage), "tensor": shown(tensor)}
 
 
 def _decades(value: float) -> int:

@@ -350,7 +350,7 @@ class Overview:
         told = (
             ("Run", run),
             ("Environment", _pairs(record.environment)),
-            ("Settings", _pairs(record.settings)),
+            ("Settings", _pairs(_settings(record.settings))),
             ("Found in the file", _pairs(record.discovered)),
         )
         return [(title, pairs) for title, pairs in told if pairs]
@@ -440,6 +440,17 @@ def _pairs(values: dict[str, Any]) -> list[tuple[str, str]]:
             text = "; ".join(map(str, value)) if isinstance(value, list) else str(value)
             found.append((name, text or "none"))
     return found
+
+
+def _settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings with meshes as the command line has them, not as pairs."""
+    meshes = settings.get("mesh")
+    if not isinstance(meshes, list):
+        return settings
+    told = (
+        ",".join(f"{axis}={size}" if axis else str(size) for axis, size in mesh) for mesh in meshes
+    )
+    return {**settings, "mesh": "; ".join(told)}
 
 
 def _cells(count: int) -> str:

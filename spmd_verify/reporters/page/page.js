@@ -10,9 +10,9 @@ const links = [...document.querySelectorAll("a.chip")];
 
 const table = new RowTable((cell, s) => visit(cell, s));
 const heatBox = element("div", {});
-const growthBox = element("div", { class: "half" });
+const growthBox = element("div", {});
 const tensorBox = element("div", { id: "tensor", tabindex: "-1" });
-const tensorPanel = element("section", { "aria-label": "One tensor", hidden: true }, tensorBox);
+const stepsBox = element("div", { class: "two" });
 let current = null;
 
 const encoded = (words) => encodeURIComponent(words).replaceAll("%2F", "/").replaceAll("%3D", "=").replaceAll("%2C", ",");
@@ -37,14 +37,14 @@ function follow() {
     look(cell);
     const tensor = decode(parts.find((part) => part.startsWith("tensor=")));
     const s = tensor === null ? -1 : cell.series.name.findIndex((_, i) => "tensor=" + stageOf(cell, i) + "/" + nameOf(cell, i) === tensor);
-    showTensor(cell, s < 0 ? null : s);
+    showTensor(cell, s < 0 ? startOf(cell) : s);
     const target = s < 0 ? sections.get(cell.key) : tensorBox;
     target.scrollIntoView({ block: s < 0 ? "start" : "nearest" });
     target.focus({ preventScroll: true });
   } else if (!current && data.cells.length) {
     const start = data.cells.find((each) => each.fails) || data.cells.find((each) => each.rows.verdict) || data.cells[0];
     look(start);
-    showTensor(start, seriesOfFirst(start));
+    showTensor(start, startOf(start));
   }
 }
 
@@ -57,10 +57,11 @@ function decode(part) {
   }
 }
 
-function seriesOfFirst(cell) {
-  const first = cell.first;
-  const s = first ? cell.series.name.findIndex((_, i) => nameOf(cell, i) === first.tensor && stageOf(cell, i) === first.stage) : -1;
-  return s < 0 ? null : s;
+// The tensor that is shown first: of the first divergence, else the worst.
+function startOf(cell) {
+  const find = (named) => named ? cell.series.name.findIndex((_, i) => nameOf(cell, i) === named.tensor && stageOf(cell, i) === named.stage) : -1;
+  const found = [cell.first, cell.worst].map(find).find((s) => s >= 0);
+  return found === undefined ? 0 : found;
 }
 
 function look(cell) {
@@ -86,10 +87,9 @@ function look(cell) {
 }
 
 function showTensor(cell, s) {
-  tensorPanel.hidden = s === null;
   hideTips();
-  if (s === null) return;
-  const rows = rowsOf(cell), own = cell.series;
+  if (explorer.hidden) return;
+  const own = cell.series;
   const stages = own.name.map((_, i) => i).filter((i) => own.name[i] === own.name[s]);
   const tabs = stages.map((i) => element("button", {
     type: "button", "aria-pressed": String(i === s), disabled: i === s, onclick: () => visit(cell, i),
@@ -97,12 +97,11 @@ function showTensor(cell, s) {
   const aliases = text(own.aliases[s]);
   const facts = [["shape", text(own.shape[s])], ["dtype", text(own.dtype[s])], ["layout", text(own.layout[s])], ["also called", aliases]];
   tensorBox.replaceChildren(
-    element("h4", {}, element("code", {}, nameOf(cell, s)), ` at ${stageOf(cell, s)}`),
-    element("p", { class: "controls" }, ...tabs),
-    element("div", { class: "two" },
-      element("div", {}, tensorChart(cell, s),
-        legend([["error", "error"], ["noise", "noise floor"], ["limit", "limit: c x noise"], ["other", "other cells"]])),
-      element("div", {}, factList(facts), stepTable(cell, s), ...said(cell, rows, s))));
+    element("h4", {}, "Error over steps: ", element("code", {}, nameOf(cell, s))),
+    element("p", { class: "controls", role: "group", "aria-label": "Stage" }, ...tabs),
+    tensorChart(cell, s),
+    legend([["error", "error"], ["noise", "noise floor"], ["limit", "limit: c x noise"], ["other", "other cells"]]));
+  stepsBox.replaceChildren(stepTable(cell, s), element("div", {}, factList(facts), ...said(cell, s)));
   table.mark(cell, s);
 }
 
@@ -128,8 +127,13 @@ function stepTable(cell, s) {
 }
 
 // What the first rows that differ say: worst element, cause, or what they follow from.
-function said(cell, rows, s) {
-  const told = seriesRows(cell, s).map((row) => [row, detailOf(cell, row)]).filter(([, detail]) => detail);
+function said(cell, s) {
+  const rows = rowsOf(cell), own = seriesRows(cell, s);
+  const told = own.map((row) => [row, detailOf(cell, row)]).filter(([, detail]) => detail);
+  if (!told.length && data.left_out > 0 && own.some((row) => verdictOf(cell, row) === "mismatch")) {
+    return [element("p", { class: "muted" },
+      `Worst elements and causes of ${count(data.left_out, "later row")} are left out here; the JSON record has them.`)];
+  }
   return told.slice(0, 1).map(([row, detail]) => {
     const facts = [
       ["worst element", detail.index ? `${detail.index} is ${detail.actual}, expected ${detail.expected}` : ""],
@@ -140,16 +144,14 @@ function said(cell, rows, s) {
 }
 
 function build() {
-  if (data.left_out > 0) {
-    tensorPanel.append(element("p", { class: "muted" },
-      `Worst elements and causes of ${count(data.left_out, "later row")} are left out here; the JSON record has them.`));
-  }
   const titled = (words, ...inside) => element("section", { "aria-label": words }, element("h4", {}, words), ...inside);
   explorer.append(
-    tensorPanel,
     titled("Modules and stages: worst error / noise", heatBox),
-    titled("Tensors", ...table.parts()),
-    titled("Growth: largest parameter error / noise by step", growthBox));
+    element("div", { class: "two" },
+      element("section", { "aria-label": "Error over steps" }, tensorBox),
+      titled("Growth: largest parameter error / noise by step", growthBox)),
+    stepsBox,
+    titled("Tensors", ...table.parts()));
   const isOneCase = new Set(data.cells.map((cell) => cell.case)).size < 2;
   picker.append(...data.cells.map((cell) => element("option", { value: cell.key },
     `${cell.style} on ${cell.mesh}, ${cell.dtype}: ${cell.verdict}` + (isOneCase ? "" : ` (${cell.case})`))));
