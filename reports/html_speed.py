@@ -45,7 +45,9 @@ def _render(record: Record) -> bytes:
         page = html.render(record)
         seconds.append(time.perf_counter() - start)
     rows = sum(len(cell.tensors) for cell in record.cells)
-    print(f"{len(record.cells)} cells, {rows} rows: {len(page) / 1e6:.3f} MB in {sorted(seconds)[1]:.2f} s")
+    print(
+        f"{len(record.cells)} cells, {rows} rows: {len(page) / 1e6:.3f} MB in {sorted(seconds)[1]:.2f} s"
+    )
     return page
 
 
@@ -59,8 +61,12 @@ def _browse(page: bytes) -> None:
         path.write_bytes(page)
         browser.open(path)
         ready = browser.run("Number(document.documentElement.dataset.ready)")
-        print(f"interactive after {ready:.0f} ms; all rows filtered and sorted in {browser.run(_SORT):.0f} ms")
-        print(f"requests: {len(browser.requests) - 1} besides the page; console: {browser.complaints or 'silent'}")
+        print(
+            f"interactive after {ready:.0f} ms; all rows filtered and sorted in {browser.run(_SORT):.0f} ms"
+        )
+        print(
+            f"requests: {len(browser.requests) - 1} besides the page; console: {browser.complaints or 'silent'}"
+        )
 
 
 def main() -> None:

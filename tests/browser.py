@@ -14,7 +14,11 @@ from pathlib import Path
 from typing import Any
 
 CHROMIUM = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))),
+    (
+        path
+        for name in ("chromium", "chromium-browser", "google-chrome")
+        if (path := shutil.which(name))
+    ),
     None,
 )
 _SECONDS = 60
@@ -35,6 +39,7 @@ class Browser:
         assert CHROMIUM is not None
         self.requests: list[str] = []
         self.complaints: list[str] = []
+        self._has_scripts = has_scripts
         self._folder = tempfile.mkdtemp(prefix="spmd-verify-browser-")
         self._buffer, self._count, self._session = b"", 0, ""
         self._start()
@@ -57,10 +62,18 @@ class Browser:
 
     def open(self, path: Path, fragment: str = "") -> None:
         """Open a file from disk and wait until it is loaded."""
-        self._loaded = False
-        self._ask("Page.navigate", url=path.resolve().as_uri() + fragment)
-        while not self._loaded:
-            self._read()
+        # A new fragment alone would load nothing: something else comes first.
+        for address in ("about:blank", path.resolve().as_uri() + fragment):
+            self._loaded = False
+            self._ask("Page.navigate", url=address)
+            while not self._loaded:
+                self._read()
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until the page has drawn what an event changed."""
+        if self._has_scripts:
+            self.run("new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
 
     def run(self, expression: str) -> Any:
         """Return the value of an expression in the page."""
@@ -86,6 +99,7 @@ class Browser:
                 button="left",
                 clickCount=1,
             )
+        self.settle()
 
     def press(self, key: str) -> None:
         """Press a key where the focus is."""
@@ -100,10 +114,12 @@ class Browser:
                 windowsVirtualKeyCode=code,
                 **(text if kind == "keyDown" else {}),
             )
+        self.settle()
 
     def type(self, text: str) -> None:
         """Write where the focus is."""
         self._ask("Input.insertText", text=text)
+        self.settle()
 
     def look(self, *, width: int = 1280, height: int = 900, scheme: str = "light") -> None:
         """Set the size of the window and the preferred colour scheme."""
@@ -182,7 +198,8 @@ class Browser:
     def _note(self, method: str | None, found: dict[str, Any]) -> None:
         """Remember what an event says."""
         if method == "Network.requestWillBeSent":
-            self.requests.append(found["request"]["url"])
+            if found["request"]["url"] != "about:blank":
+                self.requests.append(found["request"]["url"])
         elif method == "Page.loadEventFired":
             self._loaded = True
         elif method == "Runtime.exceptionThrown":

@@ -82,9 +82,10 @@ def _large_cell(draw: random.Random, style: int, tensors: int, steps: int) -> Ce
 
 
 def _tensor(i: int) -> tuple[str, str]:
-    block, kind = divmod(i, 6)
-    part = ("attention.query", "attention.output", "feed.forward")[kind % 3]
-    stage = ("module_outputs", "gradients", "parameters")[i % 3]
+    module, place = divmod(i, 3)
+    block, kind = divmod(module, 3)
+    part = ("attention.query", "attention.output", "feed.forward")[kind]
+    stage = ("module_outputs", "gradients", "parameters")[place]
     name = f"model.layers.{block}.{part}"
     return (name if stage == "module_outputs" else f"{name}.weight"), stage
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 # The modules that the command line and the reports need on a machine without torch, and
-# what they may import: themselves, the standard library, msgspec, tabulate, rich.
+# what they may import: themselves, the standard library, msgspec, tabulate, rich, jinja2.
 TORCH_FREE = {
     "__init__",
     "__main__",
@@ -38,6 +38,10 @@ TORCH_FREE = {
     "refusals",
     "reporters",
     "reporters.certificates",
+    "reporters.html",
+    "reporters.html_data",
+    "reporters.html_text",
+    "reporters.html_view",
     "reporters.json",
     "reporters.terminal",
     "runner.failures",

@@ -43,7 +43,7 @@ def test_a_malformed_mesh_is_refused(text: str) -> None:
         ({"max_ranks": 0}, "bad-number"),
         ({"mesh": parse_mesh("17")}, "mesh-too-large"),
         ({"mesh": parse_mesh("3"), "max_ranks": 2}, "mesh-too-large"),
-        ({"reports": (("html", "x"),)}, "unknown-report-format"),
+        ({"reports": (("pdf", "x"),)}, "unknown-report-format"),
     ],
 )
 def test_a_value_out_of_range_is_refused(change: dict[str, object], slug: str) -> None:

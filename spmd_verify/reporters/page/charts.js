@@ -1,6 +1,7 @@
 // Charts over steps with a logarithmic axis. A line is {label, kind, points: [{step, value, say}]};
 // `say` makes a point one that the keyboard reaches, with its words beside it.
-const WIDTH = 600, HEIGHT = 250, LEFT = 58, RIGHT = 12, TOP = 26, BOTTOM = 24;
+// A narrow window gets a narrow chart, so that its words stay readable.
+const WIDTH = window.innerWidth < 640 ? 380 : 600, HEIGHT = 250, LEFT = 58, RIGHT = 12, TOP = 26, BOTTOM = 24;
 // Zero has no logarithm and infinity no place: they have rows of their own, below and above.
 const MARGIN_ROW = 16;
 

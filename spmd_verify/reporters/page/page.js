@@ -80,6 +80,8 @@ function look(cell) {
     table.narrow(module, stage);
     table.body.querySelector("button")?.focus();
   }));
+  const worst = heatBox.querySelector("button.first, button.h4, button.h3");
+  if (worst) heatBox.firstChild.scrollTop = worst.offsetTop - heatBox.firstChild.offsetTop - 60;
   growthBox.replaceChildren(...(cell.growth.length
     ? [growthChart(cell), legend([["error", cell.style + " on " + cell.mesh], ["other", "other cells"], ["limit", "limit"]])]
     : [element("p", { class: "muted" }, "The record has no growth for this cell.")]));

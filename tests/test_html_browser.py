@@ -1,0 +1,194 @@
+"""The HTML report in a real browser, opened from disk: clicks, keys, links, no request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser import CHROMIUM, Browser
+from html_records import HOSTILE, hostile_record, large_record, passing_record
+
+from spmd_verify.record import Record
+from spmd_verify.reporters import html
+from spmd_verify.reporters.html_text import number
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium or google-chrome on the path"),
+]
+
+_SHOWN = "document.querySelector('section.cell.chosen').id"
+_TENSOR = "document.querySelector('#tensor h4 code').textContent"
+_STATUS = "document.querySelector('.pager [role=status]').textContent"
+_FIRST_LINE = "[...document.querySelector('.rows tbody tr').cells].map(e => e.textContent)"
+
+
+@pytest.fixture(scope="module")
+def _browser() -> Iterator[Browser]:
+    with Browser() as browser:
+        yield browser
+
+
+@pytest.fixture
+def browser(_browser: Browser) -> Iterator[Browser]:
+    """Return a browser; no page may have asked for anything or complained."""
+    _browser.look()
+    _browser.requests.clear()
+    _browser.complaints.clear()
+    yield _browser
+    assert _browser.complaints == []
+    assert {each.partition(":")[0] for each in _browser.requests} <= {"file", "data"}
+    assert {Path(each).name for each in _browser.requests if each[0] == "f"} <= {"report.html"}
+
+
+@pytest.fixture
+def large() -> Record:
+    return large_record(4, 90, 4)
+
+
+def _write(folder: Path, record: Record) -> Path:
+    path = folder / "report.html"
+    path.write_bytes(html.render(record))
+    return path
+
+
+def test_a_click_leads_to_a_cell_and_a_tensor_and_the_link_leads_back(
+    browser: Browser, tmp_path: Path, large: Record
+) -> None:
+    path = _write(tmp_path, large)
+    browser.open(path)
+    assert browser.run(_SHOWN) == "cell=model.py/style2/dp=4/float32"  # the one that fails
+
+    browser.click('a.chip[title^="model.py/style1,"]')
+    assert browser.run(_SHOWN) == "cell=model.py/style1/dp=4/float32"
+    browser.click(".rows tbody tr:nth-child(3) button.tensor")
+    name = browser.run(_TENSOR)
+    fragment = browser.run("location.hash")
+    assert name == browser.run("document.querySelector('tr.chosen .tensor').textContent")
+
+    browser.open(path, fragment)
+    assert browser.run(_SHOWN) == "cell=model.py/style1/dp=4/float32"
+    assert browser.run(_TENSOR) == name
+    assert [each for each in browser.requests if each != "data:,"] == 2 * [browser.requests[0]]
+
+
+def test_the_table_shows_the_records_numbers_sorted_and_filtered(
+    browser: Browser, tmp_path: Path, large: Record
+) -> None:
+    browser.open(_write(tmp_path, large))
+    cell = large.cells[2]
+    worst = max(cell.tensors, key=lambda row: row.ratio or 0.0)
+    line = browser.run(_FIRST_LINE)
+    assert line[:4] == [worst.name, worst.stage, str(worst.step), worst.verdict]
+    assert line[4:7] == [number(value) for value in (worst.error, worst.noise, worst.ratio)]
+    assert browser.run(_STATUS).startswith("1-50 of 90 tensors")
+
+    browser.click("[data-column=noise]")
+    browser.click("[data-column=noise]")
+    browser.click(".check input")
+    least = min(cell.tensors, key=lambda row: row.noise or 0.0)
+    assert browser.run(_FIRST_LINE)[5] == number(least.noise)
+    assert browser.run("document.querySelector('th[aria-sort]').ariaSort") == "ascending"
+    assert browser.run(_STATUS) == f"1-50 of {len(cell.tensors)} rows"
+
+    browser.click("input[type=search]")
+    browser.type("layers.3.FEED")
+    wanted = [row for row in cell.tensors if "layers.3.feed" in row.name]
+    assert browser.run(_STATUS) == f"1-{len(wanted)} of {len(wanted)} rows"
+
+
+def test_every_thing_can_be_reached_by_keys(
+    browser: Browser, tmp_path: Path, large: Record
+) -> None:
+    browser.open(_write(tmp_path, large))
+    browser.run("document.querySelector('.heat button[tabindex=\"0\"]').focus()")
+    assert ", first divergence" in browser.run("document.activeElement.ariaLabel")
+    browser.press("ArrowRight")
+    label = browser.run("document.activeElement.ariaLabel")
+    browser.press("Enter")
+    module, stage = label.split(":")[0].split(", ")
+    assert browser.run(_FIRST_LINE)[:2] == [f"{module}.weight", stage]
+
+    browser.run("document.querySelector('#tensor .dot').focus()")
+    browser.press("ArrowRight")
+    assert browser.run("document.querySelector('.tip').textContent").startswith("step 1: mismatch")
+    browser.press("Escape")
+    assert browser.run("document.querySelector('.tip')") is None
+
+    browser.open(tmp_path / "report.html")
+    reached = set()
+    for _ in range(60):
+        browser.press("Tab")
+        reached.add(browser.run("document.activeElement.id || document.activeElement.classList[0]"))
+        outline = browser.run("getComputedStyle(document.activeElement).outlineStyle")
+        assert outline != "none" or browser.run("document.activeElement.tagName") == "circle"
+    assert {"skip", "theme", "chip", "cell-picker", "dot", "tensor"} <= reached
+
+
+def test_hostile_names_can_be_clicked_and_linked(browser: Browser, tmp_path: Path) -> None:
+    record = hostile_record()
+    path = _write(tmp_path, record)
+    browser.open(path)
+    for i in range(len(HOSTILE)):
+        browser.run(f"document.querySelectorAll('a.chip')[{i}].click()")
+        browser.settle()
+        browser.run(f"document.querySelectorAll('button.tensor')[{i}].click()")
+        browser.settle()
+        seen = browser.run(f"[location.hash, {_SHOWN}, {_TENSOR}]")
+        browser.open(path, seen[0])
+        assert browser.run(f"[location.hash, {_SHOWN}, {_TENSOR}]") == seen
+        for width in (1280, 390):
+            browser.look(width=width)
+            assert browser.run("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize(
+    "fragment", ["#", "#cell=none", "#cell=%E0%A4%A", "#tensor=x&cell", "#matrix"]
+)
+def test_an_address_that_names_nothing_shows_the_start(
+    browser: Browser, tmp_path: Path, fragment: str
+) -> None:
+    browser.open(_write(tmp_path, passing_record()), fragment)
+
+    assert browser.run(_SHOWN) == "cell=model.py/ddp/dp=4/float32"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_theme_follows_the_system_until_it_is_switched(
+    browser: Browser, tmp_path: Path, scheme: str
+) -> None:
+    def is_dark() -> bool:
+        colour = browser.run("getComputedStyle(document.body).backgroundColor")
+        return sum(int(part) for part in colour[4:-1].split(",")) < 300
+
+    browser.look(scheme=scheme)
+    browser.open(_write(tmp_path, passing_record()))
+    assert is_dark() == (scheme == "dark")
+    browser.click("#theme")
+    assert is_dark() == (scheme == "light")
+
+
+def test_an_empty_record_is_a_page(browser: Browser, tmp_path: Path) -> None:
+    browser.open(_write(tmp_path, Record()))
+
+    assert browser.run("document.documentElement.dataset.ready") is not None
+
+
+def test_without_scripts_every_cell_and_its_worst_tensors_are_there(
+    tmp_path: Path, large: Record
+) -> None:
+    path = _write(tmp_path, large)
+    with Browser(has_scripts=False) as browser:
+        browser.open(path)
+        assert browser.run("document.documentElement.className") == ""
+        text = browser.run("document.body.innerText")
+        assert "1 of 4 cells fails" in text
+        assert browser.run("document.querySelector('#explorer').offsetHeight") == 0
+        browser.click('a.chip[title^="model.py/style1,"]')
+        assert (
+            browser.run("document.querySelector(':target').id")
+            == "cell=model.py/style1/dp=4/float32"
+        )
+        assert large.cells[1].worst is not None
+        assert number(large.cells[1].worst.ratio) in text
