@@ -25,7 +25,8 @@ from spmd_verify.reporters import html  # noqa: E402
 # Filters to "every step of all cells", sorts twice, and waits for a frame to be drawn.
 _SORT = """
 (async () => {
-  const scope = [...document.querySelectorAll("#explorer select")].find((e) => e.value === "this cell");
+  const pickers = [...document.querySelectorAll("#explorer select")];
+  const scope = pickers.find((each) => each.value === "this cell");
   scope.value = "all cells";
   document.querySelector("#explorer input[type=checkbox]").checked = true;
   const start = performance.now();
@@ -45,9 +46,8 @@ def _render(record: Record) -> bytes:
         page = html.render(record)
         seconds.append(time.perf_counter() - start)
     rows = sum(len(cell.tensors) for cell in record.cells)
-    print(
-        f"{len(record.cells)} cells, {rows} rows: {len(page) / 1e6:.3f} MB in {sorted(seconds)[1]:.2f} s"
-    )
+    size, spent = len(page) / 1e6, sorted(seconds)[1]
+    print(f"{len(record.cells)} cells, {rows} rows: {size:.3f} MB in {spent:.2f} s")
     return page
 
 
@@ -61,12 +61,10 @@ def _browse(page: bytes) -> None:
         path.write_bytes(page)
         browser.open(path)
         ready = browser.run("Number(document.documentElement.dataset.ready)")
-        print(
-            f"interactive after {ready:.0f} ms; all rows filtered and sorted in {browser.run(_SORT):.0f} ms"
-        )
-        print(
-            f"requests: {len(browser.requests) - 1} besides the page; console: {browser.complaints or 'silent'}"
-        )
+        print(f"interactive after {ready:.0f} ms")
+        print(f"all rows of all cells filtered and sorted in {browser.run(_SORT):.0f} ms")
+        print(f"requests besides the page: {browser.requests[1:] or 'none'}")
+        print(f"console: {browser.complaints or 'silent'}")
 
 
 def main() -> None:

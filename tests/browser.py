@@ -148,7 +148,7 @@ class Browser:
             os.dup2(command, 3)
             os.dup2(answer, 4)
 
-        self._process = subprocess.Popen(  # noqa: PLW1509 - nothing but dup2 runs there
+        self._process = subprocess.Popen(
             [
                 str(CHROMIUM),
                 "--headless=new",

@@ -25,21 +25,21 @@ _FIRST_LINE = "[...document.querySelector('.rows tbody tr').cells].map(e => e.te
 
 
 @pytest.fixture(scope="module")
-def _browser() -> Iterator[Browser]:
+def raw_browser() -> Iterator[Browser]:
     with Browser() as browser:
         yield browser
 
 
 @pytest.fixture
-def browser(_browser: Browser) -> Iterator[Browser]:
+def browser(raw_browser: Browser) -> Iterator[Browser]:
     """Return a browser; no page may have asked for anything or complained."""
-    _browser.look()
-    _browser.requests.clear()
-    _browser.complaints.clear()
-    yield _browser
-    assert _browser.complaints == []
-    assert {each.partition(":")[0] for each in _browser.requests} <= {"file", "data"}
-    assert {Path(each).name for each in _browser.requests if each[0] == "f"} <= {"report.html"}
+    raw_browser.look()
+    raw_browser.requests.clear()
+    raw_browser.complaints.clear()
+    yield raw_browser
+    assert raw_browser.complaints == []
+    assert {each.partition(":")[0] for each in raw_browser.requests} <= {"file", "data"}
+    assert {Path(each).name for each in raw_browser.requests if each[0] == "f"} <= {"report.html"}
 
 
 @pytest.fixture
@@ -51,6 +51,15 @@ def _write(folder: Path, record: Record) -> Path:
     path = folder / "report.html"
     path.write_bytes(html.render(record))
     return path
+
+
+def test_a_request_and_a_complaint_would_be_seen(raw_browser: Browser, tmp_path: Path) -> None:
+    path = tmp_path / "bad.html"
+    path.write_text("<img src='http://127.0.0.1:9/x.png'><script>console.error('no')</script>")
+    raw_browser.open(path)
+
+    assert "http://127.0.0.1:9/x.png" in raw_browser.requests
+    assert any("'no'" in each for each in raw_browser.complaints)
 
 
 def test_a_click_leads_to_a_cell_and_a_tensor_and_the_link_leads_back(

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_verify.record import Cell, Record, Row
-from spmd_verify.reporters import html
+from spmd_verify.reporters import html, write_report
 from spmd_verify.reporters.html_data import module_names, pack
 from spmd_verify.reporters.html_text import number, ranges, shown
 
@@ -206,6 +206,24 @@ def test_no_number_is_packed_as_none() -> None:
     assert _unpack(pack(None)) is None
 
 
+def test_a_word_of_a_newer_version_is_shown_as_it_is() -> None:
+    cell = _cell("rounding", counts={"dubious": 1})
+    cell.tensors = [Row(name="w", stage="afterwards", step=70_000, verdict="dubious", ratio=2.0)]
+
+    page = _page(Record(cells=[cell, _cell("splendid", "tp")]))
+
+    assert "splendid" in page.text
+    assert "dubious" in page.text
+    assert json.loads(page.scripts[0])["stages"] == ["afterwards"]
+
+
+def test_it_is_one_of_the_formats(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    write_report(passing_record(), "html", str(path))
+
+    assert path.read_bytes() == html.render(passing_record())
+
+
 def test_a_tensor_belongs_to_its_module() -> None:
     pairs = {
         ("module_outputs", "net.0[1]"): "net.0",
@@ -214,6 +232,8 @@ def test_a_tensor_belongs_to_its_module() -> None:
         ("optimizer_state", "net.0.bias.state.step"): "net.0",
         ("buffers", "net.1.running_mean"): "net.1",
         ("gradients", "scale"): "model",
+        ("gradients", "net.2.weight@1"): "net.2",
+        ("module_outputs", "net.2#3"): "net.2",
         ("loss", "loss"): "(whole step)",
     }
     rows = [Row(name=name, stage=stage, step=0, verdict="exact") for stage, name in pairs]

@@ -39,6 +39,7 @@ TORCH_FREE = {
     "reporters",
     "reporters.certificates",
     "reporters.html",
+    "reporters.html_cell",
     "reporters.html_data",
     "reporters.html_text",
     "reporters.html_view",

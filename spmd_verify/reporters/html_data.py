@@ -7,6 +7,7 @@ characters each (four significant digits over the whole range of float64), a wor
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -23,6 +24,8 @@ _MANTISSAS: Final = 9000
 _LEAST_EXPONENT: Final = -324
 # Rows of which the worst element is kept; the first to differ are the ones that are read.
 MOST_DETAILS: Final = 2000
+# A second value of one name in a step, or the second tensor of a broken tie: `observe.Observer`.
+_REPEATED: Final = re.compile(r"[#@]\d+$")
 _PLAIN: Final = (Verdict.EXACT, Verdict.ROUNDING)
 # Rows of these stages are about the whole step and not about a module.
 _WHOLE_STEP: Final = ("inputs", "loss", "clipping")
@@ -101,10 +104,12 @@ def module_names(rows: Sequence[Row]) -> dict[tuple[str, str], str]:
     for stage, name in pairs:
         if stage in _WHOLE_STEP:
             found[stage, name] = WHOLE_STEP
-        elif stage in ("module_outputs", "eval_outputs"):
-            found[stage, name] = name.partition("[")[0]
+            continue
+        single = _REPEATED.sub("", name)
+        if stage in ("module_outputs", "eval_outputs"):
+            found[stage, name] = single.partition("[")[0]
         else:
-            owner = _parameter(name, parameters) if stage == "optimizer_state" else name
+            owner = _parameter(single, parameters) if stage == "optimizer_state" else single
             found[stage, name] = owner.rpartition(".")[0] or ROOT
     return found
 
@@ -140,7 +145,7 @@ def _columns(
             "rows": [len(rows) for rows in series.values()],
         },
         "rows": {
-            "step": "".join(_in_digits(min(row.step, 4095), 2) for row in rows),
+            "step": "".join(_in_digits(row.step, 3) for row in rows),
             "verdict": "".join(verdicts[row.verdict] for row in rows),
             "run": "".join(runs[row.run] for row in rows),
             # `row` says which row of dim 0 decided; without it the whole tensor did.

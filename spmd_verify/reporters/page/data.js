@@ -27,9 +27,10 @@ function unpack(packed) {
 }
 
 function unpackSteps(packed) {
-  const found = new Uint16Array(packed.length / 2);
-  for (let i = 0; i < found.length; i++) {
-    found[i] = VALUE_OF[packed.charCodeAt(2 * i)] * 64 + VALUE_OF[packed.charCodeAt(2 * i + 1)];
+  const found = new Uint32Array(packed.length / 3);
+  for (let i = 0; i < packed.length; i++) {
+    const at = Math.floor(i / 3);
+    found[at] = found[at] * 64 + VALUE_OF[packed.charCodeAt(i)];
   }
   return found;
 }

@@ -4,10 +4,11 @@ const HEAT = [
   ["h3", "beyond it"], ["h4", "more than 10 times beyond"], ["hn", "not decided"],
 ];
 
+// `share` may be unknown: then the verdict alone says on which side of the limit a row is.
 function heatClass(verdict, share) {
   if (verdict === "exact") return "h0";
   if (verdict !== "rounding" && verdict !== "mismatch" && verdict !== "semantic") return "hn";
-  if (verdict === "rounding") return share <= 0.25 ? "h1" : "h2";
+  if (verdict === "rounding") return share !== NONE && share <= 0.25 ? "h1" : "h2";
   return share > 10 || Number.isNaN(share) ? "h4" : "h3";
 }
 

@@ -13,7 +13,7 @@ const heatBox = element("div", {});
 const growthBox = element("div", {});
 const tensorBox = element("div", { id: "tensor", tabindex: "-1" });
 const stepsBox = element("div", { class: "two" });
-let current = null;
+let current = null, currentSeries = null;
 
 const encoded = (words) => encodeURIComponent(words).replaceAll("%2F", "/").replaceAll("%3D", "=").replaceAll("%2C", ",");
 
@@ -90,6 +90,7 @@ function look(cell) {
 
 function showTensor(cell, s) {
   hideTips();
+  currentSeries = explorer.hidden ? null : s;
   if (explorer.hidden) return;
   const own = cell.series;
   const stages = own.name.map((_, i) => i).filter((i) => own.name[i] === own.name[s]);
@@ -175,6 +176,8 @@ function listen() {
   say();
   document.getElementById("copy").addEventListener("click", async () => {
     const status = document.getElementById("copied");
+    if (!current) return;
+    location.hash = address(current, currentSeries);
     try {
       await navigator.clipboard.writeText(location.href);
       status.textContent = "copied";
