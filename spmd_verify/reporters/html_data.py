@@ -16,6 +16,7 @@ from spmd_verify.reporters.html_text import ranges, shown
 from spmd_verify.verdict import STAGES, Verdict
 
 _DIGITS: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
+_PAIRS: Final = [one + other for one in _DIGITS for other in _DIGITS]
 # Codes of what is no positive finite number; a number is `_OFFSET + exponent * 9000 + mantissa`.
 _SPECIAL: Final = {"zero": 0, "none": 1, "inf": 2, "nan": 3}
 _OFFSET: Final = 4
@@ -91,7 +92,7 @@ def pack(value: float | None) -> str:
         mantissa = int(text[0] + text[2:5])
         exponent = int(text[6:])
         code = _OFFSET + (exponent - _LEAST_EXPONENT) * _MANTISSAS + mantissa - 1000
-    return _in_digits(code, 4)
+    return _PAIRS[code >> 12] + _PAIRS[code & 4095]
 
 
 def module_names(rows: Sequence[Row]) -> dict[tuple[str, str], str]:
@@ -145,7 +146,7 @@ def _columns(
             "rows": [len(rows) for rows in series.values()],
         },
         "rows": {
-            "step": "".join(_in_digits(row.step, 3) for row in rows),
+            "step": "".join(_DIGITS[row.step >> 12 & 63] + _PAIRS[row.step & 4095] for row in rows),
             "verdict": "".join(verdicts[row.verdict] for row in rows),
             "run": "".join(runs[row.run] for row in rows),
             # `row` says which row of dim 0 decided; without it the whole tensor did.
@@ -179,12 +180,3 @@ def _left_out(cell: Cell) -> int:
 def _letters(words: Iterable[str]) -> dict[str, str]:
     """Give every word a letter."""
     return {word: _DIGITS[i] for i, word in enumerate(dict.fromkeys(words))}
-
-
-def _in_digits(code: int, width: int) -> str:
-    """Return a number in base 64, most significant digit first."""
-    digits = []
-    for _ in range(width):
-        code, digit = divmod(code, 64)
-        digits.append(_DIGITS[digit])
-    return "".join(reversed(digits))

@@ -7,10 +7,10 @@ const MARGIN_ROW = 16;
 
 const isDrawable = (value) => value !== NONE && value > 0 && Number.isFinite(value);
 
-// Powers of ten around all values, at least two decades, and how many decades a label stands for.
+// Powers of ten around all values with room below for the noise band, at least two decades, and how many decades a label stands for.
 function decades(values) {
   const found = values.filter(isDrawable).map(Math.log10);
-  let low = found.length ? Math.floor(Math.min(...found)) : -8;
+  let low = found.length ? Math.floor(Math.min(...found) - 0.5) : -8;
   let high = found.length ? Math.ceil(Math.max(...found)) : 0;
   if (high - low < 2) { low -= 1; high = Math.max(high, low + 2); }
   return { low, high, every: Math.ceil((high - low) / 6) };

@@ -12,6 +12,8 @@ function heatClass(verdict, share) {
   return share > 10 || Number.isNaN(share) ? "h4" : "h3";
 }
 
+// Verdicts of which the ratio says nothing.
+const SIGNS = { exact: "=", undetermined: "?", not_exercised: "\u2205" };
 const WEIGHT = { mismatch: 6, semantic: 5, undetermined: 4, not_exercised: 3, rounding: 2, exact: 1 };
 
 // {module: {stage: row}}, modules in the order of the forward pass where it is known.
@@ -66,7 +68,7 @@ function place(cell, module, stage, row, choose) {
     type: "button", tabindex: "-1", title: words, onclick: () => choose(module, stage),
     "aria-label": words + (isFirst ? ", first divergence" : ""),
     class: heatClass(verdict, shareOf(cell, row)) + (isFirst ? " first" : ""),
-  }, verdict === "exact" ? "=" : number(rows.ratio[row]));
+  }, SIGNS[verdict] || number(rows.ratio[row]));
 }
 
 function inModule(cell, first, module) {

@@ -57,11 +57,12 @@ function decode(part) {
   }
 }
 
-// The tensor that is shown first: of the first divergence, else the worst.
+// The tensor that is shown first: of the first divergence, else the worst, else some gradient.
 function startOf(cell) {
   const find = (named) => named ? cell.series.name.findIndex((_, i) => nameOf(cell, i) === named.tensor && stageOf(cell, i) === named.stage) : -1;
   const found = [cell.first, cell.worst].map(find).find((s) => s >= 0);
-  return found === undefined ? 0 : found;
+  const gradient = cell.series.stage.findIndex((_, i) => stageOf(cell, i) === "gradients");
+  return found === undefined ? Math.max(gradient, 0) : found;
 }
 
 function look(cell) {
