@@ -22,6 +22,7 @@ CHROMIUM = next(
     None,
 )
 _SECONDS = 60
+_CONTROLS = {"button", "link", "combobox", "searchbox", "checkbox", "image", "table", "region"}
 _KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39}
 _KEYS |= {"ArrowDown": 40}
 
@@ -132,6 +133,15 @@ class Browser:
         )
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self._ask("Emulation.setEmulatedMedia", features=features)
+
+    def unnamed(self) -> list[str]:
+        """Return the roles of controls that a screen reader could only call by their kind."""
+        nodes = self._ask("Accessibility.getFullAXTree")["nodes"]
+        return [
+            node["role"]["value"]
+            for node in nodes
+            if node.get("role", {}).get("value") in _CONTROLS and not node["name"].get("value")
+        ]
 
     def screenshot(self, path: Path) -> None:
         """Write the whole page as PNG."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +24,17 @@ pytestmark = [
 _SHOWN = "document.querySelector('section.cell.chosen').id"
 _TENSOR = "document.querySelector('#tensor h4 code').textContent"
 _STATUS = "document.querySelector('.pager [role=status]').textContent"
+_DRAWN = """(() => {
+  const chart = document.querySelector("#tensor svg.chart");
+  const ys = (path) => path.getAttribute("d").match(/[ML][^ML]+/g).map((at) => +at.split(" ")[1]);
+  return {
+    ticks: [...chart.querySelectorAll("text[text-anchor=end]")].slice(0, -1)
+      .map((text) => [text.textContent, text.getAttribute("y") - 4]),
+    error: [...chart.querySelectorAll(".dot")].map((dot) => +dot.getAttribute("cy")),
+    limit: ys(chart.querySelector(".limit")),
+    noise: ys(chart.querySelector(".noise")),
+  };
+})()"""
 _FIRST_LINE = "[...document.querySelector('.rows tbody tr').cells].map(e => e.textContent)"
 
 
@@ -133,6 +147,55 @@ def test_every_thing_can_be_reached_by_keys(
         outline = browser.run("getComputedStyle(document.activeElement).outlineStyle")
         assert outline != "none" or browser.run("document.activeElement.tagName") == "circle"
     assert {"skip", "theme", "chip", "cell-picker", "dot", "tensor"} <= reached
+
+
+def test_a_chart_shows_the_records_numbers_above_its_noise_floor(
+    browser: Browser, tmp_path: Path, large: Record
+) -> None:
+    browser.open(_write(tmp_path, large))
+    name = browser.run(_TENSOR)
+    rows = [row for row in large.cells[2].tensors if row.name == name]
+    found = browser.run(_DRAWN)
+    ticks = {float(text): y for text, y in found["ticks"]}
+    (low, bottom), (high, top) = min(ticks.items()), max(ticks.items())
+    assert all(re.fullmatch(r"1e-?\d+|10+|0\.0*1|1", text) for text, _ in found["ticks"])
+
+    def value(y: float) -> float:
+        share = (bottom - y) / (bottom - top)
+        return 10 ** (math.log10(low) + share * (math.log10(high) - math.log10(low)))
+
+    for row, error, limit in zip(rows, found["error"], found["limit"], strict=True):
+        assert row.noise is not None
+        assert value(error) == pytest.approx(row.error, rel=0.05)
+        assert value(limit) == pytest.approx(4 * row.noise, rel=0.05)
+    # The band's edge goes on to both sides of the first and last step.
+    for row, noise in zip(rows, found["noise"][1:-1], strict=True):
+        assert value(noise) == pytest.approx(row.noise, rel=0.05)
+
+
+def test_the_heat_map_shows_the_worst_row_of_a_module_at_a_stage(
+    browser: Browser, tmp_path: Path, large: Record
+) -> None:
+    browser.open(_write(tmp_path, large))
+    place = browser.run("document.querySelector('.heat button.first').ariaLabel")
+    module, stage = place.split(":")[0].split(", ")
+
+    rows = [row for row in large.cells[2].tensors if (row.name, row.stage) == (module, stage)]
+    worst = max(row.ratio or 0.0 for row in rows)
+    assert browser.run("document.querySelector('.heat button.first').textContent") == number(worst)
+    assert browser.run("document.querySelectorAll('.heat tbody td button').length") == 90
+
+
+@pytest.mark.parametrize("make", [large_record, hostile_record, passing_record])
+def test_every_control_has_a_name_and_headings_skip_no_level(
+    browser: Browser, tmp_path: Path, make: Callable[[], Record]
+) -> None:
+    browser.open(_write(tmp_path, make()))
+
+    assert browser.unnamed() == []
+    levels = browser.run("[...document.querySelectorAll('h1,h2,h3,h4')].map((e) => +e.tagName[1])")
+    assert levels[0] == 1
+    assert all(after - before <= 1 for before, after in itertools.pairwise(levels))
 
 
 def test_hostile_names_can_be_clicked_and_linked(browser: Browser, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ function heatMap(cell, choose) {
     ...stages.map((stage) => element("th", { scope: "col" }, stage)));
   const body = [...found].map(([module, each]) => element("tr", {}, element("th", { scope: "row" }, module),
     ...stages.map((stage) => element("td", {}, ...(each.has(stage) ? [place(cell, module, stage, each.get(stage), choose)] : [])))));
-  const table = element("table", { class: "heat" }, element("thead", {}, head), element("tbody", {}, ...body));
+  const table = element("table", { class: "heat", "aria-label": "Worst error / noise by module and stage" }, element("thead", {}, head), element("tbody", {}, ...body));
   const start = table.querySelector("button.first") || table.querySelector("button");
   if (start) start.setAttribute("tabindex", "0");
   table.addEventListener("keydown", (event) => walk(event, body));

@@ -125,7 +125,7 @@ function stepTable(cell, s) {
     element("td", {}, verdictOf(cell, row)),
     ...["error", "noise", "ratio", "ulp"].map((each) => element("td", { class: "num" }, number(rows[each][row]))));
   const head = ["step", "run", "verdict", "error", "noise", "error / noise", "ulp"];
-  return element("div", { class: "scroll" }, element("table", {},
+  return element("div", { class: "scroll" }, element("table", { "aria-label": `Steps of ${nameOf(cell, s)}` },
     element("thead", {}, element("tr", {}, ...head.map((words, i) => element("th", { scope: "col", class: i === 0 || i > 2 ? "num" : "" }, words)))),
     element("tbody", {}, ...seriesRows(cell, s).map(line))));
 }

@@ -38,7 +38,7 @@ class RowTable {
       labelled("Tensor", this.words), labelled("Stage", this.stage), labelled("Verdict", this.verdict),
       labelled("Of", this.cells), element("label", { class: "check" }, this.steps, "every step"),
       element("button", { type: "button", onclick: () => this.clear() }, "Clear"));
-    const table = element("table", { class: "rows" }, element("thead", {}, this.head), this.body);
+    const table = element("table", { class: "rows", "aria-label": "Tensors" }, element("thead", {}, this.head), this.body);
     const pager = element("div", { class: "pager" }, this.back, this.on, this.status);
     return [controls, element("div", { class: "scroll" }, table), pager];
   }
