@@ -132,6 +132,8 @@ def test_every_thing_can_be_reached_by_keys(
     browser.press("Enter")
     module, stage = label.split(":")[0].split(", ")
     assert browser.run(_FIRST_LINE)[:2] == [f"{module}.weight", stage]
+    assert browser.run(_TENSOR) == f"{module}.weight"
+    assert browser.run("document.activeElement.ariaLabel") == label
 
     browser.run("document.querySelector('#tensor .dot').focus()")
     browser.press("ArrowRight")

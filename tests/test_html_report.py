@@ -16,6 +16,7 @@ from html_records import HOSTILE, hostile_record, large_record, passing_record
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spmd_verify.certificate import Certificate, Outcome, Sensitivity, put
 from spmd_verify.record import Cell, Record, Row
 from spmd_verify.reporters import html, write_report
 from spmd_verify.reporters.html_data import module_names, pack
@@ -215,6 +216,23 @@ def test_a_word_of_a_newer_version_is_shown_as_it_is() -> None:
     assert "splendid" in page.text
     assert "dubious" in page.text
     assert json.loads(page.scripts[0])["stages"] == ["afterwards"]
+
+
+def test_a_fault_that_survived_is_said_at_the_top_and_by_name() -> None:
+    outcomes = [
+        Outcome("drop", "all_reduce 0", "caught", "mismatch", "no_sync", ["no_sync"]),
+        Outcome("stale", "all_gather 7", "survived", "rounding"),
+    ]
+    seen = [Sensitivity("fc.weight", 2e-6, 0, 1e-5), Sensitivity("fc.bias", None)]
+    record = passing_record()
+    put(record.cells[0], Certificate(outcomes, seen))
+    record.cells.append(_cell("rounding", "tp"))
+
+    text = " ".join(_page(record).text.split())
+
+    assert "1 of 2 planted faults caught, 1 survived; 1 of 2 cells have none" in text
+    assert "survived: stale: all_gather 7" in text
+    assert "an error of 2e-6 (fc.weight)" in text
 
 
 def test_it_is_one_of_the_formats(tmp_path: Path) -> None:

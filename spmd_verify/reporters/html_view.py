@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
+from spmd_verify.certificate import SURVIVED
 from spmd_verify.record import Record
 from spmd_verify.reporters.html_cell import GLYPHS, CellView, CertificateView, certified, seen
 
@@ -86,11 +87,13 @@ class Overview:
 
     @property
     def state(self) -> str:
-        """Return the class of the headline: `mismatch`, `error`, `unsupported` or `exact`."""
+        """Return the class of the headline; `undetermined` where a planted fault survived."""
         if self.failing:
             return "mismatch"
         if self.errors:
             return "error"
+        if self.survived:
+            return "undetermined"
         return "exact" if self.judged else "unsupported"
 
     @property
@@ -137,6 +140,21 @@ class Overview:
         return [
             certified(view, view.certificate) for view in self.cells if view.certificate is not None
         ]
+
+    @property
+    def caught(self) -> int:
+        """Count the planted faults that were caught, over all cells."""
+        return sum(each.caught for each in self.certified)
+
+    @property
+    def survived(self) -> int:
+        """Count the planted faults that were not."""
+        return sum(each.found.count(SURVIVED) for each in self.certified)
+
+    @property
+    def uncertified(self) -> int:
+        """Count the cells without a certificate."""
+        return len(self.cells) - len(self.certified)
 
     @property
     def notes(self) -> list[str]:

@@ -40,7 +40,7 @@ function isWorse(cell, a, b) {
   return weight(a) !== weight(b) ? weight(a) > weight(b) : rows.ratio[a] > rows.ratio[b];
 }
 
-// One tab stop; arrows go from place to place. `choose(module, stage)` is called on a click.
+// One tab stop; arrows go from place to place. `choose(module, stage, row)` is called on a click.
 function heatMap(cell, choose) {
   const found = worstByModule(cell);
   const stages = data.stages.filter((stage) => [...found.values()].some((each) => each.has(stage)));
@@ -65,7 +65,7 @@ function place(cell, module, stage, row, choose) {
   const isFirst = first && first.stage === stage && inModule(cell, first, module);
   const words = `${module}, ${stage}: ${verdict}, ${number(rows.ratio[row])} x the noise in ${nameOf(cell, s)}, step ${rows.step[row]}`;
   return element("button", {
-    type: "button", tabindex: "-1", title: words, onclick: () => choose(module, stage),
+    type: "button", tabindex: "-1", title: words, onclick: () => choose(module, stage, row),
     "aria-label": words + (isFirst ? ", first divergence" : ""),
     class: heatClass(verdict, shareOf(cell, row)) + (isFirst ? " first" : ""),
   }, SIGNS[verdict] || number(rows.ratio[row]));

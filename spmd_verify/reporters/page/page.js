@@ -40,7 +40,8 @@ function follow() {
     showTensor(cell, s < 0 ? startOf(cell) : s);
     const target = s < 0 ? sections.get(cell.key) : tensorBox;
     target.scrollIntoView({ block: s < 0 ? "start" : "nearest" });
-    target.focus({ preventScroll: true });
+    // In the heat map the focus stays, so that the arrows go on from there.
+    if (!heatBox.contains(document.activeElement)) target.focus({ preventScroll: true });
   } else if (!current && data.cells.length) {
     const start = data.cells.find((each) => each.fails) || data.cells.find((each) => each.rows.verdict) || data.cells[0];
     look(start);
@@ -77,9 +78,9 @@ function look(cell) {
   const hasRows = cell.rows.verdict.length > 0;
   explorer.hidden = !hasRows;
   if (!hasRows) return;
-  heatBox.replaceChildren(...heatMap(cell, (module, stage) => {
+  heatBox.replaceChildren(...heatMap(cell, (module, stage, row) => {
     table.narrow(module, stage);
-    table.body.querySelector("button")?.focus();
+    visit(cell, rowsOf(cell).seriesOf[row]);
   }));
   const worst = heatBox.querySelector("button.first, button.h4, button.h3");
   if (worst) heatBox.firstChild.scrollTop = worst.offsetTop - heatBox.firstChild.offsetTop - 60;

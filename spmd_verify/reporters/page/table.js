@@ -36,7 +36,7 @@ class RowTable {
     const labelled = (words, control) => element("label", {}, words, control);
     const controls = element("div", { class: "controls", role: "search", "aria-label": "Filter tensors" },
       labelled("Tensor", this.words), labelled("Stage", this.stage), labelled("Verdict", this.verdict),
-      labelled("Of", this.cells), element("label", { class: "check" }, this.steps, "every step"),
+      labelled("Cells", this.cells), element("label", { class: "check" }, this.steps, "every step"),
       element("button", { type: "button", onclick: () => this.clear() }, "Clear"));
     const table = element("table", { class: "rows", "aria-label": "Tensors" }, element("thead", {}, this.head), this.body);
     const pager = element("div", { class: "pager" }, this.back, this.on, this.status);
