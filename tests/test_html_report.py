@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from spmd_verify.certificate import Certificate, Outcome, Sensitivity, put
 from spmd_verify.record import Cell, Record, Row
-from spmd_verify.reporters import html, write_report
+from spmd_verify.reporters import html, html_cell, write_report
 from spmd_verify.reporters.html_data import module_names, pack
 from spmd_verify.reporters.html_text import number, ranges, shown
 
@@ -216,6 +216,22 @@ def test_a_word_of_a_newer_version_is_shown_as_it_is() -> None:
     assert "splendid" in page.text
     assert "dubious" in page.text
     assert json.loads(page.scripts[0])["stages"] == ["afterwards"]
+
+
+def test_what_is_waived_is_no_pass_and_what_the_gate_says_is_at_the_top(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cells = [_cell("mismatch"), _cell("rounding", "tp")]
+    record = Record(cells=cells, exit_code=1, unknown={"gate": ["waived: model.py/ddp: issue 7"]})
+    # Whatever lets a cell pass: the page asks the rule that decides the exit code.
+    monkeypatch.setattr(html_cell, "fails", lambda cell, strict: False)
+
+    text = " ".join(_page(record).text.split())
+
+    assert "Nothing fails; 1 of 2 cells differs and is waived" in text
+    assert "waived: model.py/ddp: issue 7" in text
+    assert "mismatch, waived" in text
+    assert "The run exits with 1 all the same" in text
 
 
 def test_a_fault_that_survived_is_said_at_the_top_and_by_name() -> None:

@@ -9,7 +9,7 @@ from typing import Final
 
 from spmd_verify import certificate as certificates
 from spmd_verify.certificate import CAUGHT, EQUIVALENT, NOT_PLANTED, SURVIVED, Certificate
-from spmd_verify.exit_codes import fails
+from spmd_verify.exit_codes import FAILING, fails
 from spmd_verify.record import Cause, Cell, Row
 from spmd_verify.reporters.html_text import counted, link, number, ranges
 from spmd_verify.reporters.terminal import first_row
@@ -67,6 +67,11 @@ class CellView:
     def is_judged(self) -> bool:
         """Say whether there is a verdict about numbers."""
         return self.cell.verdict not in _NOT_JUDGED
+
+    @property
+    def is_waived(self) -> bool:
+        """Say whether the cell would fail by its verdict and the run let it pass."""
+        return self.cell.verdict in FAILING and not self.is_failing
 
     @property
     def cause(self) -> Cause | None:

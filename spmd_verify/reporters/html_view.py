@@ -12,6 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from spmd_verify.certificate import SURVIVED
+from spmd_verify.exit_codes import FAILED
 from spmd_verify.record import Record
 from spmd_verify.reporters.html_cell import GLYPHS, CellView, CertificateView, certified, seen
 
@@ -78,21 +79,37 @@ class Overview:
 
     @property
     def open(self) -> list[CellView]:
-        """Return the cells that neither fail nor pass: rounding or a tie decides them."""
+        """Return the cells that neither fail nor pass: rounding, a tie or a waiver decides."""
         return [
             view
             for view in self.judged
-            if not view.is_failing and (view.cell.verdict == "undetermined" or view.cell.ties)
+            if not view.is_failing
+            and (view.cell.verdict == "undetermined" or view.cell.ties or view.is_waived)
         ]
 
     @property
+    def waived(self) -> list[CellView]:
+        """Return the cells that differ and that the run let pass."""
+        return [view for view in self.judged if view.is_waived]
+
+    @property
+    def gate(self) -> list[str]:
+        """Return what the run said of waivers and of its baseline."""
+        return [str(line) for line in self.record.unknown.get("gate", ())]
+
+    @property
+    def exits_otherwise(self) -> bool:
+        """Say whether the run exits with 1 though no cell fails: a baseline, a certificate."""
+        return self.record.exit_code == FAILED and not self.failing and not self.errors
+
+    @property
     def state(self) -> str:
-        """Return the class of the headline; `undetermined` where a planted fault survived."""
+        """Return the class of the headline; `undetermined` where the cells are not all of it."""
         if self.failing:
             return "mismatch"
         if self.errors:
             return "error"
-        if self.survived:
+        if self.survived or self.waived or self.exits_otherwise:
             return "undetermined"
         return "exact" if self.judged else "unsupported"
 
@@ -108,12 +125,17 @@ class Overview:
             return f"No verdict for {_cells(len(self.errors))}: ranks raised, died or hung"
         if not judged:
             return f"Nothing was judged: {_cells(len(self.cells))}, all unsupported"
+        if self.waived:
+            word = "differs and is" if len(self.waived) == 1 else "differ and are"
+            return f"Nothing fails; {len(self.waived)} of {judged} cells {word} waived"
         return f"All {judged} cells pass" if judged > 1 else "The one cell passes"
 
     @property
     def closest(self) -> CellView | None:
         """Return the passing cell with the least head-room."""
-        passing = [v for v in self.judged if not v.is_failing and v.share is not None]
+        passing = [
+            v for v in self.judged if not (v.is_failing or v.is_waived) and v.share is not None
+        ]
         return max(passing, key=lambda view: view.share or 0.0, default=None)
 
     @property
