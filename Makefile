@@ -5,7 +5,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 WORKERS ?= 2
 
-.PHONY: help setup lint format types test test-fast table styles-table faults clean-matrix calibration costs bench-checker record-speed baseline all
+.PHONY: help setup lint format types test test-fast table styles-table faults clean-matrix calibration costs bench-checker record-speed html-speed baseline all
 
 help:  ## show this text
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | sort
@@ -47,6 +47,9 @@ calibration:  ## error / floor of right candidates: the evidence for the limits 
 
 costs:  ## milliseconds per graph node of capture and partition, on a quiet machine
 	$(PYTHON) reports/costs.py
+
+html-speed:  ## size, render time and time to interactive of a large HTML report
+	$(PYTHON) reports/html_speed.py
 
 bench-checker:  ## what checking costs beside the steps, in three ratios; on a quiet machine
 	PYTHONPATH=. $(PYTHON) reports/checker_costs.py

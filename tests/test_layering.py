@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 # The modules that the command line and the reports need on a machine without torch, and
-# what they may import: themselves, the standard library, msgspec, tabulate, rich.
+# what they may import: themselves, the standard library, msgspec, tabulate, rich, jinja2.
 TORCH_FREE = {
     "__init__",
     "__main__",
@@ -52,6 +52,11 @@ TORCH_FREE = {
     "reporters.ctrf",
     "reporters.escaping",
     "reporters.github",
+    "reporters.html",
+    "reporters.html_cell",
+    "reporters.html_data",
+    "reporters.html_text",
+    "reporters.html_view",
     "reporters.json",
     "reporters.junit",
     "reporters.md",

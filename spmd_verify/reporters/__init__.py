@@ -5,6 +5,7 @@ from typing import Final
 
 from spmd_verify.record import Record
 from spmd_verify.reporters import ctrf, github, junit, md, text
+from spmd_verify.reporters import html as html_report
 from spmd_verify.reporters import json as json_report
 from spmd_verify.whole_file import write_whole
 
@@ -12,6 +13,7 @@ from spmd_verify.whole_file import write_whole
 FORMATS: Final[dict[str, Callable[[Record], bytes]]] = {
     "text": text.render,
     "json": json_report.render,
+    "html": html_report.render,
     "junit": junit.render,
     "md": md.render,
     "github": github.render,
