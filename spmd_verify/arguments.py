@@ -9,13 +9,11 @@ from spmd_verify.options import FuzzOptions
 from spmd_verify.variants import DEFAULT_BACKEND, KEYS
 from spmd_verify.version import __version__
 
-VERBS: Final = ("run", "certify", "compare", "fuzz", "styles", "schema")
+VERBS: Final = ("run", "certify", "compare", "fuzz", "repro", "doctor", "styles", "schema")
 # Verbs of the design that this version does not have; typed alone they are no file names.
 PLANNED_VERBS: Final = (
     "report",
     "baseline",
-    "repro",
-    "doctor",
     "init",
     "config",
 )
@@ -59,6 +57,8 @@ def _parser() -> argparse.ArgumentParser:
         "(default: 24)")  # fmt: skip
     _add_compare_flags(verbs.add_parser("compare", help="two dumps, or two records"))
     _add_fuzz_flags(verbs.add_parser("fuzz", help="drawn models against the engine"))
+    _add_repro_flags(verbs.add_parser("repro", help="one mismatch as a script of plain torch"))
+    verbs.add_parser("doctor", help="what of this machine will not work, and why")
     verbs.add_parser("styles", help="list the parallel styles")
     verbs.add_parser("schema", help="print the JSON Schema of a record")
     return parser
@@ -170,6 +170,19 @@ def _add_fuzz_flags(parser: argparse.ArgumentParser) -> None:
     add("--output", default=given.output, metavar="DIR", help="where failing models go (default: "
         "the current folder)")  # fmt: skip
     add("--dtype", default=given.dtype, help="float64 or float32 (default: float64)")
+
+
+def _add_repro_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of `repro`."""
+    parser.description = (
+        "Write a script that runs one cell of a record with torch and gloo alone and prints the "
+        "tensor that differs first."
+    )
+    add = parser.add_argument
+    add("record", metavar="RECORD", help="what --report json=RECORD wrote")
+    add("cell", metavar="CELL", help="a style, CASE/STYLE, or STYLE@MESH where it has several")
+    add("--output", metavar="FILE", help="the script (default: repro_CASE_STYLE.py here); the case "
+        "file is copied beside it")  # fmt: skip
 
 
 def report_argument(text: str) -> tuple[str, str]:

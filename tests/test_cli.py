@@ -210,7 +210,7 @@ def test_a_wrong_flag_exits_2_without_a_traceback(
 
 def test_a_missing_file_and_a_planned_verb_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["missing.py"]) == 2
-    assert cli.main(["doctor"]) == 2
+    assert cli.main(["init"]) == 2
     err = capsys.readouterr().err
     assert "[no-such-file]" in err
     assert "[verb-not-yet]" in err
