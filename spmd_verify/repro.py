@@ -10,6 +10,7 @@ import ast
 import math
 import re
 import shutil
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ _WATCHED: Final = ("gradients", "parameters", "loss")
 _STATE: Final = ("initial_state", "parameters", "buffers")
 _GATHERED: Final = frozenset({"gradients", "clipping", "parameters", "buffers", "optimizer_state"})
 _SPLIT: Final = re.compile(r"S\((\d+)\)")
+_LONGEST_CAUSE: Final = 280  # characters: three lines
 _CALL: Final = re.compile(r"#(\d+)$")
 
 
@@ -283,7 +285,6 @@ def _assembled(parts: _Parts) -> str:
     """
     cell, row, case = parts.cell, parts.row, parts.case
     owner, watch, value = parts.watch()
-    before, batches = case.batches()
     layout = parts.layout()
     train = parts.style.train + case.step()
     is_numpy = "numpy" in parts.source
@@ -310,8 +311,7 @@ def _assembled(parts: _Parts) -> str:
             "split": repr(case.split(tuple(parts.axes), cell.style)),
             "layout": repr(layout),
             "module": repr(_module(parts.address)),
-            "before_batches": before,
-            "batches": batches,
+            "batches": case.batches(),
             "copied": case.copied(),
             "style": (PROJECTED if case.is_projected else "") + parts.style.parallel,
             "train": _in_dtype(train, case),
@@ -325,7 +325,6 @@ def _assembled(parts: _Parts) -> str:
                 row.stage,
                 parts.style.gather if row.stage in _GATHERED else "",
                 _module(parts.address),
-                is_split=any(dim is not None for dim in layout),
             ),
         }
     )
@@ -343,7 +342,7 @@ def _story(parts: _Parts) -> str:
     cause = parts.row.cause or parts.cell.cause
     lines = []
     if cause is not None:
-        lines.append(f"Cause: {cause.kind}: {cause.text}")
+        lines.append(f"Cause: {cause.kind}: {textwrap.shorten(cause.text, _LONGEST_CAUSE)}")
     if cause is not None and cause.remedy:
         lines.append(f"Remedy: {cause.remedy}")
     if parts.row.run == "anchored":
@@ -351,20 +350,9 @@ def _story(parts: _Parts) -> str:
             "The checker began this step from the state of one device; here rounding of earlier "
             "steps is in it too."
         )
-    safe = " ".join(lines).encode("ascii", "replace").decode().replace("\\", "/").replace('"', "'")
-    return "\n".join(_wrapped(safe, 98)) or "The record says nothing of a cause: it passes."
-
-
-def _wrapped(text: str, width: int) -> Iterator[str]:
-    """Give the lines of a text."""
-    line = ""
-    for word in text.split():
-        if line and len(line) + len(word) >= width:
-            yield line
-            line = ""
-        line = f"{line} {word}".strip()
-    if line:
-        yield line
+    told = [wrapped for line in lines for wrapped in textwrap.wrap(line, 98)]
+    safe = "\n".join(told).encode("ascii", "replace").decode()
+    return safe.replace("\\", "/").replace('"', "'") or "The record has no cause: the cell passes."
 
 
 def _needs(address: Address) -> str:
@@ -380,8 +368,7 @@ def _module(address: Address) -> str:
 def _imports(parts: _Parts) -> str:
     """Return the import lines, sorted, only those that are needed."""
     plain = ["importlib", "os", "random", "sys", "tempfile"]
-    if "fnmatch." in parts.style.parallel:
-        plain.append("fnmatch")
+    plain += [each for each in ("fnmatch", "inspect") if f"{each}." in parts.style.parallel]
     own = ["import torch", "import torch.distributed as dist", "import torch.multiprocessing as mp"]
     if "numpy" in parts.source:
         own.insert(0, "import numpy")

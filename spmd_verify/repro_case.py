@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, Final
@@ -17,21 +18,19 @@ from spmd_verify.errors import Unsupported
 from spmd_verify.training_step import forward
 
 # What `default_loss` does for outputs that are tensors, tuples or dicts of them.
-PROJECTED: Final = '''\
-def projected(output, batch):
-    """Return the mean of each output times fixed random numbers: the case has no loss."""
+PROJECTED: Final = """\
+def projected(output, batch):  # the case has no loss: means of the outputs times fixed numbers
     total = 0.0
-    leaves = (leaf for leaf in pytree.tree_leaves(output) if leaf.is_floating_point())
-    for index, leaf in enumerate(leaves):
+    for index, leaf in enumerate(x for x in pytree.tree_leaves(output) if x.is_floating_point()):
         over = next((dim for dim, size in enumerate(leaf.shape) if size == batch), None)
         shape = [1 if dim == over else size for dim, size in enumerate(leaf.shape)]
         draw = random.Random(1_000_003 * index + 17).randrange
         numbers = [(2 * draw(32) - 31) / 32 for _ in range(torch.Size(shape).numel())]
-        total = total + (leaf * torch.tensor(numbers, dtype=leaf.dtype).reshape(shape)).mean()
+        total = total + (leaf * leaf.new_tensor(numbers).reshape(shape)).mean()
     return total
 
 
-'''
+"""
 
 
 def refusal(what: str, why: str, remedy: str) -> Unsupported:
@@ -101,13 +100,12 @@ class CaseText:
         cast = f".to({self.dtype})" if self.dtype else ""
         return f"case.{name}({arguments}){cast}"
 
-    def batches(self) -> tuple[str, str]:
-        """Return what stands before the loop over steps, and its body."""
-        before, body = [], []
-        for name, hook in (
-            ("inputs", self.case.hooks.inputs),
-            ("targets", self.case.hooks.targets),
-        ):
+    def batches(self) -> str:
+        """Return the lines that make `data`, the global batches of all steps."""
+        hooks = self.case.hooks
+        before, body = ["data = []"], []
+        calls: dict[str, str] = {}
+        for name, hook in (("inputs", hooks.inputs), ("targets", hooks.targets)):
             if hook is None:
                 continue
             taken = inspect.signature(hook).parameters
@@ -119,9 +117,15 @@ class CaseText:
                 call = f"next({name}_stream)"
             elif "step" not in taken and self.steps > 1:
                 call = f"{call} if step == 0 else {name}"
+            elif self.case.form.inputs != "call":
+                calls[name] = call
             body.append(f"{name} = {call}")
+        if len(calls) == len(body):
+            joined = re.sub('inputs|targets(?!")', lambda name: calls[name[0]], self._joined())
+            return f"data = [{joined} for step in range(STEP + 1)]\n"
         body.append(f"data.append({self._joined()})")
-        return "".join(f"{line}\n" for line in before), "\n".join(body)
+        loop = ["for step in range(STEP + 1):", *(f"    {line}" for line in body)]
+        return "".join(f"{line}\n" for line in [*before, *loop])
 
     def _joined(self) -> str:
         """Return the expression that joins inputs and targets to what a step gets."""
@@ -161,8 +165,7 @@ class CaseText:
         return "\n".join(
             [
                 f"{each}.zero_grad()",
-                f"output = model({self._arguments()})",
-                f"loss = {self._loss()}",
+                "loss = " + re.sub(r"\boutput\b", f"model({self._arguments()})", self._loss()),
                 "loss.backward()",
                 f"{each}.step()",
                 "return loss.detach()",
@@ -251,8 +254,8 @@ class CaseText:
             )
         text = "part(leaf, dims, at).detach().clone()"
         if self.dtype and any(leaf.is_floating_point() for leaf in tensors):
-            return f"({text}.to({self.dtype}) if leaf.is_floating_point() else {text})"
-        return text
+            text = f"({text}.to({self.dtype}) if leaf.is_floating_point() else {text})"
+        return text if len(tensors) == len(leaves) else f"leaf if dims is None else {text}"
 
     def owner(self, name: str) -> tuple[str, str]:
         """Return the module path and the last name of a parameter or buffer."""

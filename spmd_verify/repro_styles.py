@@ -10,7 +10,7 @@ from typing import Any, Final
 from spmd_verify.hooks import UserStyle
 from spmd_verify.repro_case import CaseText, refusal
 from spmd_verify.style_ids import ENGINE
-from spmd_verify.styles.tp_derive import COLUMN, COLUMN_GATHERED, ROW
+from spmd_verify.styles.tp_derive import COLUMN, COLUMN_GATHERED, ROW, ROW_SCATTERED
 
 _HEAD: Final = '''\
 def parallel(case, model, mesh):
@@ -24,14 +24,20 @@ _TP: Final = (
     "from torch.distributed.tensor.parallel import parallelize_module\n"
 )
 _PARALLELIZE: Final = "from torch.distributed.tensor.parallel import parallelize_module\n"
-_APPLIED: Final = (
+_FROM_FILE: Final = (
     "for pattern, styles in plan.items():",
     "    for path, module in model.named_modules():",
-    "        if fnmatch.fnmatchcase(path, pattern):",
-    "            for each in styles if isinstance(styles, (list, tuple)) else [styles]:",
+    "        for each in styles if isinstance(styles, (list, tuple)) else [styles]:",
+    "            if fnmatch.fnmatchcase(path, pattern):",
     '                parallelize_module(module, mesh["tp"], each)',
-    "            module.register_forward_hook(lambda module, args, output: output.clone())",
 )
+# The order does not matter: each takes one module.
+_STYLES: Final = {
+    COLUMN: "ColwiseParallel()",
+    COLUMN_GATHERED: "ColwiseParallel(output_layouts=Replicate())",
+    ROW: "RowwiseParallel()",
+    ROW_SCATTERED: "RowwiseParallel(input_layouts=Replicate())",
+}
 _ZERO: Final = "from torch.distributed.optim import ZeroRedundancyOptimizer\n"
 _SHARDED: Final = ("fsdp2", "hsdp")
 _TENSOR: Final = ("tp", "fsdp2+tp", "hsdp+tp")
@@ -130,11 +136,9 @@ def _ddp(name: str, has_unused: bool, case: CaseText) -> StyleText:
     if name == "zero1":
         if case.num_optimizers:
             raise refusal("zero1 with several optimizers", "The script writes one", "Use ddp")
-        made = case.case.optimizer(case.built)
-        taken = inspect.signature(type(made)).parameters
-        names = [key for key in made.defaults if key in taken]
         lines += [
-            f"options = {{key: optimizer.defaults[key] for key in {names!r}}}",
+            "known = inspect.signature(type(optimizer)).parameters",
+            "options = {key: value for key, value in optimizer.defaults.items() if key in known}",
             'groups = [{**group, "params": list(group["params"])} '
             "for group in optimizer.param_groups]",
             "optimizer = ZeroRedundancyOptimizer(",
@@ -168,10 +172,9 @@ def _tensor(name: str, facts: Mapping[str, Any], case: CaseText) -> StyleText:
         taken = inspect.signature(case.case.hooks.tp_plan).parameters
         given = {"model": "model=model", "mesh": 'mesh=mesh["tp"]'}
         words = ", ".join(text for key, text in given.items() if key in taken)
-        lines, imports = [f"plan = case.tp_plan({words})"], _PARALLELIZE
+        lines, imports = [f"plan = case.tp_plan({words})", *_FROM_FILE], _PARALLELIZE
     else:
         lines, imports = _plan(name, _fact(name, facts, "plan")), _TP
-    lines += _APPLIED
     if name != "tp":
         data = 'mesh[tuple(axis for axis in AXES if axis != "tp")]'
         lines += _sharded(_fact(name, facts, "blocks"), data)
@@ -188,26 +191,23 @@ def _tensor(name: str, facts: Mapping[str, Any], case: CaseText) -> StyleText:
 
 
 def _plan(name: str, plan: Mapping[str, tuple[str, int, bool]]) -> list[str]:
-    """Return the calls of parallelize_module for a derived plan."""
-    lines = []
-    for path, (how, _, is_transposed) in plan.items():
-        if is_transposed:
-            raise refusal(
-                f"{name}: {path} computes x @ weight",
-                "torch's tensor-parallel styles do not know such a layer",
-                "Give the file a style of its own (parallelize_NAME)",
-            )
-        if how in (COLUMN, COLUMN_GATHERED):
-            given = (
-                "ColwiseParallel()"
-                if how == COLUMN
-                else ("ColwiseParallel(output_layouts=Replicate())")
-            )
-        else:
-            given = (
-                "RowwiseParallel()"
-                if how == ROW
-                else ("RowwiseParallel(input_layouts=Replicate())")
-            )
-        lines.append(f"    {path!r}: {given},")
-    return ["plan = {", *lines, "}"]
+    """Return the calls of parallelize_module for a derived plan, by kind of style."""
+    lines = ["plan = {"]
+    for how, style in _STYLES.items():
+        paths = [path for path, (kind, _, _) in plan.items() if kind == how]
+        if paths:
+            lines.append(f"    **{{path: {style} for path in {paths!r}}},")
+    lines += [
+        "}",
+        "for path, style in plan.items():",
+        '    module = parallelize_module(model.get_submodule(path), mesh["tp"], style)',
+        "    module.register_forward_hook(lambda module, args, output: output.clone())",
+    ]
+    transposed = [path for path, (_, _, is_transposed) in plan.items() if is_transposed]
+    if transposed:
+        raise refusal(
+            f"{name}: {transposed[0]} computes x @ weight",
+            "torch's tensor-parallel styles do not know such a layer",
+            "Give the file a style of its own (parallelize_NAME)",
+        )
+    return lines

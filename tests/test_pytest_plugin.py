@@ -267,7 +267,8 @@ def test_a_failure_reads_like_an_assertion() -> None:
               worst=WorstElement(index=[1, 0], actual=2.0, expected=1.0))  # fmt: skip
     cell = Cell(case="model.py", style="mine", mesh="dp=2", dtype="float32", world_size=2,
                 runner="processes", verdict="mismatch", tensors=[row],
-                first_divergence=FirstDivergence(step=0, stage="gradients", tensor="w"))  # fmt: skip
+                first_divergence=FirstDivergence(step=0, stage="gradients",
+                                                 tensor="w"))  # fmt: skip
     record = Record(cells=[cell], settings={"limits": {"float32/tensor": 4.0}})
     assert pytest_messages.failed(cell, record, "spmd-verify model.py").splitlines() == [
         "model.py: mine on dp=2, float32: mismatch: does not compute what one device computes",
