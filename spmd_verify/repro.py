@@ -16,15 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from spmd_verify import record as records
 from spmd_verify.address import Address, parse
 from spmd_verify.case import load_case
 from spmd_verify.errors import UsageError, choices_text
 from spmd_verify.modules import import_case_module
 from spmd_verify.prober import PROBE_RUN
-from spmd_verify.record import Cell, Record, Row
+from spmd_verify.record import Cell, Record, Row, decode
 from spmd_verify.repro_case import PROJECTED, CaseText, refusal
-from spmd_verify.repro_script import judge, script
+from spmd_verify.repro_script import again, judge, script
 from spmd_verify.repro_styles import StyleText, torch_style, user_style
 from spmd_verify.verdict import LIMITS, Verdict, real_name
 from spmd_verify.whole_file import write_whole
@@ -53,7 +52,7 @@ def write_repro(record_path: str, cell_id: str, output: str | None) -> str:
         UsageError: `no-such-cell`, `case-changed`, `not-a-record`, `no-such-file`.
         Unsupported: `no-repro`: what plain torch alone does not say.
     """
-    found = records.decode(_bytes(record_path), record_path)
+    found = decode(_bytes(record_path), record_path)
     cell = _cell(found, cell_id)
     address = parse(cell.case)
     _refuse(found, cell, address)
@@ -199,6 +198,11 @@ class _Parts:
     address: Address
     source: str
 
+    @property
+    def is_user_style(self) -> bool:
+        """Say whether the file brings the style, which may replace modules."""
+        return self.cell.style in self.case.case.user_styles
+
     def watch(self) -> tuple[str, str, str]:
         """Return the module watched, the lines that watch it, and the tensor's expression."""
         stage, name = self.row.stage, self.row.name
@@ -318,6 +322,7 @@ def _assembled(parts: _Parts) -> str:
             "model": case.model(),
             "owner": repr(owner),
             "optimizer": case.optimizer(),
+            "again": again(owner) if parts.is_user_style else "",
             "watch": watch,
             "value": value,
             "ranks": str(math.prod(parts.axes.values())),
@@ -377,7 +382,7 @@ def _imports(parts: _Parts) -> str:
         "from torch.utils import _pytree as pytree",
         *parts.style.imports.splitlines(),
     ]
-    return "\n".join([*(f"import {name}" for name in sorted(plain)), "", *own, *sorted(taken)])
+    return "\n".join([f"import {', '.join(sorted(plain))}", "", *own, *sorted(taken)])
 
 
 def _copies(address: Address, target: Path) -> Iterator[Path]:

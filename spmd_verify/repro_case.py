@@ -182,8 +182,9 @@ class CaseText:
                 return "**batch"
             return f"**{{name: batch[name] for name in {tuple(kwargs)!r}}}"
         count = form.num_inputs - (form.inputs == "call")
-        args = "*batch" if form.targets == "none" and form.inputs != "call" else f"*batch[:{count}]"
-        return f"{args}, **batch[{count}]" if form.inputs == "call" else args
+        is_all = form.targets == "none" and form.inputs != "call"
+        given = "*batch" if is_all else f"*batch[:{count}]"
+        return f"{given}, **batch[{count}]" if form.inputs == "call" else given
 
     def _targets(self) -> str:
         """Return the targets, from `batch`."""

@@ -67,9 +67,7 @@ ${batches}    seed(SEED)
     seed(SEED)
     one = (model, $optimizer) if mesh is None else None
     model, optimizer = one or parallel(case, model, mesh)
-    if all(module is not owner for module in model.modules()):  # the style replaced it
-        owner = model.get_submodule($owner)
-    seen = []
+${again}    seen = []
 ${watch}    for step, batch in enumerate(data):
         leaves, spec = pytree.tree_flatten(batch)
         leaves = [$copied for leaf, dims in zip(leaves, SPLIT)]
@@ -81,8 +79,7 @@ ${watch}    for step, batch in enumerate(data):
 
 def rank_main(rank, folder):
     """Be one rank; leave its value in a file."""
-    store = dist.FileStore(os.path.join(folder, "store"), $ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=$ranks)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=$ranks)
     mesh = init_device_mesh("cpu", tuple(AXES.values()), mesh_dim_names=tuple(AXES))
     torch.save((run(mesh), mesh.get_coordinate()), os.path.join(folder, f"{rank}.pt"))
     dist.barrier()
@@ -143,6 +140,14 @@ error = max(compare(f"value {rank}", value, reference) for rank, value in enumer
 """
 
 
+def again(owner: str) -> str:
+    """Return the lines that find a module again which a style has replaced."""
+    return (
+        "    if all(module is not owner for module in model.modules()):  # the style replaced it\n"
+        f"        owner = model.get_submodule({owner!r})\n"
+    )
+
+
 def judge(stage: str, gather: str, module: str) -> str:
     """Return the lines that turn what ranks have into one error.
 
@@ -165,7 +170,7 @@ def script(parts: Mapping[str, str]) -> str:
         name: indent(text, "    " * depths.get(name, 0)) if name in depths else text
         for name, text in parts.items()
     }
-    kept_breaks = ("batches", "numpy_seed", "watch")
+    kept_breaks = ("again", "batches", "numpy_seed", "watch")
     return _SCRIPT.substitute(
         {name: text if name in kept_breaks else text.rstrip("\n") for name, text in placed.items()}
     )

@@ -147,6 +147,16 @@ def test_only_the_fuzzer_imports_hypothesis(root: Path) -> None:
     assert guilty <= MAY_IMPORT_HYPOTHESIS
 
 
+def test_only_the_plugin_imports_pytest(root: Path) -> None:
+    guilty = {
+        name
+        for name, path in _modules(root / "spmd_verify").items()
+        if any(_is_in(imported, "pytest") for imported in _imports(path))
+    }
+
+    assert guilty == {"pytest_plugin"}
+
+
 def test_only_the_graph_styles_and_the_fuzzer_import_the_engine(root: Path) -> None:
     guilty = {
         name
