@@ -10,13 +10,9 @@ from spmd_verify.variants import DEFAULT_BACKEND, KEYS
 from spmd_verify.version import __version__
 
 VERBS: Final = (
-    "run", "certify", "compare", "baseline", "fuzz", "report", "styles", "schema", "init", "config"
+    "run", "certify", "compare", "baseline", "fuzz", "report", "repro", "doctor", "styles",
+    "schema", "init", "config",
 )  # fmt: skip
-# Verbs of the design that this version does not have; typed alone they are no file names.
-PLANNED_VERBS: Final = (
-    "repro",
-    "doctor",
-)
 VARIANT_FLAGS: Final = (*(key.replace("_", "-") for key in sorted(KEYS)), "resume-check")
 
 
@@ -24,16 +20,9 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse a command line; `spmd-verify model.py` is `spmd-verify run model.py`.
 
     Raises:
-        UsageError: `verb-not-yet`.
         SystemExit: from argparse, with code 2 or 0.
     """
     words = list(argv)
-    if words and words[0] in PLANNED_VERBS:
-        raise UsageError(
-            f"This verb is planned, not part of this version: {words[0]!r}. "
-            f"Use one of {', '.join(VERBS)}",
-            slug="verb-not-yet",
-        )
     if words and words[0] not in (*VERBS, "-h", "--help", "--version"):
         words.insert(0, "run")
     return _parser().parse_args(words)
@@ -61,6 +50,8 @@ def _parser() -> argparse.ArgumentParser:
         "worse"))  # fmt: skip
     _add_fuzz_flags(verbs.add_parser("fuzz", help="drawn models against the engine"))
     _add_report_flags(verbs.add_parser("report", help="show a record again, in any format"))
+    _add_repro_flags(verbs.add_parser("repro", help="one mismatch as a script of plain torch"))
+    verbs.add_parser("doctor", help="what of this machine will not work, and why")
     verbs.add_parser("styles", help="list the parallel styles")
     verbs.add_parser("schema", help="print the JSON Schema of a record")
     _add_init_flags(verbs.add_parser("init", help="print a CI job"))
@@ -263,6 +254,19 @@ def _add_fuzz_flags(parser: argparse.ArgumentParser) -> None:
     add("--output", default=given.output, metavar="DIR", help="where failing models go (default: "
         "the current folder)")  # fmt: skip
     add("--dtype", default=given.dtype, help="float64 or float32 (default: float64)")
+
+
+def _add_repro_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of `repro`."""
+    parser.description = (
+        "Write a script that runs one cell of a record with torch and gloo alone and prints the "
+        "tensor that differs first."
+    )
+    add = parser.add_argument
+    add("record", metavar="RECORD", help="what --report json=RECORD wrote")
+    add("cell", metavar="CELL", help="a style, CASE/STYLE, or STYLE@MESH where it has several")
+    add("--output", metavar="FILE", help="the script (default: repro_CASE_STYLE.py here); the case "
+        "file is copied beside it")  # fmt: skip
 
 
 def report_argument(text: str) -> tuple[str, str]:

@@ -1,6 +1,6 @@
 """The command line: parse, run, print, and one exit code.
 
-Only the verbs `run`, `compare` and `fuzz` import torch.
+Only the verbs `run`, `compare`, `fuzz`, `repro` and `doctor` import torch.
 """
 
 import argparse
@@ -41,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "compare": _compare,
             "fuzz": _fuzz,
             "report": _report,
+            "repro": _repro,
+            "doctor": _doctor,
             "styles": _styles,
             "schema": _schema,
             "baseline": _baseline,
@@ -240,6 +242,25 @@ def _fuzz(arguments: argparse.Namespace, words: list[str]) -> int:
         return Fuzz(options, lambda text: print(text, flush=True), progress.note).run()
     finally:
         progress.close()
+
+
+def _repro(arguments: argparse.Namespace, words: list[str]) -> int:
+    """Write the script of one cell and say how to run it."""
+    del words
+    from spmd_verify.repro import write_repro  # torch
+
+    print(write_repro(arguments.record, arguments.cell, arguments.output), flush=True)
+    return PASSED
+
+
+def _doctor(arguments: argparse.Namespace, words: list[str]) -> int:
+    """Say what of this machine will not work."""
+    del arguments, words
+    from spmd_verify.doctor import examine  # not for --help
+
+    text, code = examine()
+    print(text, flush=True)
+    return code
 
 
 def _list(addresses: Sequence[str], options: Options) -> int:

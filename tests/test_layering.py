@@ -15,7 +15,9 @@ TORCH_FREE = {
     "baseline",
     "baseline_changes",
     "baseline_verb",
+    "attended",
     "bisection",
+    "case_reading",
     "causes.words",
     "certificate",
     "ci_snippets",
@@ -25,6 +27,7 @@ TORCH_FREE = {
     "config",
     "config_show",
     "earlier",
+    "doctor",
     "errors",
     "examiner",
     "exit_codes",
@@ -43,6 +46,8 @@ TORCH_FREE = {
     "prober",
     "progress",
     "live_view",
+    "pytest_messages",
+    "pytest_plugin",
     "record",
     "record_changes",
     "refusals",
@@ -72,6 +77,7 @@ TORCH_FREE = {
     "runner.specs",
     "settling",
     "streams",
+    "shared_runs",
     "style_ids",
     "tie_replay",
     "teacher",
@@ -167,6 +173,16 @@ def test_only_the_fuzzer_imports_hypothesis(root: Path) -> None:
     }
 
     assert guilty <= MAY_IMPORT_HYPOTHESIS
+
+
+def test_only_the_plugin_imports_pytest(root: Path) -> None:
+    guilty = {
+        name
+        for name, path in _modules(root / "spmd_verify").items()
+        if any(_is_in(imported, "pytest") for imported in _imports(path))
+    }
+
+    assert guilty == {"pytest_plugin"}
 
 
 def test_only_the_graph_styles_and_the_fuzzer_import_the_engine(root: Path) -> None:

@@ -57,10 +57,10 @@ _STACK_SECONDS = 0.5
 _HEARTBEAT_SECONDS = 5.0
 """How often `on_note` is told again what a silent rank said last."""
 
-_LONGEST_TEMPORARY_FOLDER = 103 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
+LONGEST_TEMPORARY_FOLDER = 103 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
 """Characters: a socket's path has at most 103 on macOS and 107 on Linux (unix(4), unix(7))."""
 
-_SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
+SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 """Asked in this order where the temporary folder's path is too long for a socket."""
 
 _LOG_TAIL_BYTES = 4_000
@@ -100,8 +100,8 @@ def _without_main() -> Iterator[None]:
 def _short_temporary_folder() -> Iterator[None]:
     """Keep multiprocessing's sockets where their paths fit, whatever TMPDIR says."""
     usual = tempfile.tempdir
-    if len(tempfile.gettempdir()) > _LONGEST_TEMPORARY_FOLDER:
-        short = (folder for folder in _SHORT_FOLDERS if os.access(folder, os.W_OK))
+    if len(tempfile.gettempdir()) > LONGEST_TEMPORARY_FOLDER:
+        short = (folder for folder in SHORT_FOLDERS if os.access(folder, os.W_OK))
         tempfile.tempdir = next(short, usual)
     try:
         yield

@@ -27,6 +27,7 @@ TIES_JOB = "spmd_verify.near_ties:find_ties"
 LOCATE_JOB = "spmd_verify.runner.jobs:locate_operator"
 FEEDING_JOB = "spmd_verify.feeding:plan_feeding"
 SURVEY_JOB = "spmd_verify.runner.survey:survey"
+CHECKUP_JOB = "spmd_verify.runner.checkup:sum_ranks"
 
 
 class CaseSpec(msgspec.Struct, frozen=True):

@@ -99,6 +99,7 @@ class EagerRun:
         self._local_shapes: dict[str, tuple[int, ...]] = {}
         self._places: dict[tuple[str, tuple[int, ...]], Places | None] = {}
         self.extra_notes: list[str] = []
+        self.extra_facts: dict[str, Any] = {}  # of the style itself, for `repro`
         whole = {
             name: tensors[0].detach().clone()
             for kind in (self.names.parameters(model), self.names.buffers(model))
@@ -216,6 +217,7 @@ class EagerRun:
                 "held": self.names.held(self.model, self.optimizer),
                 "optimizers": [type(single).__name__ for single in self.optimizers()],
                 "layouts": {name: describe(layout) for name, (layout, _) in self.layouts.items()},
+                **self.extra_facts,
             },
         }
 

@@ -57,6 +57,7 @@ class DdpStyle(EagerStyle):
         part = partial(part_of, self.recipe, case, context)
         unused = context.kept("rehearsal", lambda: rehearse(case, part)).unused()
         run = EagerRun(replace(self.recipe, has_unused=bool(unused)), case, context)
+        run.extra_facts["find_unused_parameters"] = bool(unused)
         if unused:
             shown = ", ".join(unused[:3]) + (", ..." if len(unused) > 3 else "")
             run.extra_notes.append(f"find_unused_parameters: no gradient on some rank for {shown}")

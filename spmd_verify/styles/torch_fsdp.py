@@ -79,6 +79,7 @@ class FullyShardStyle(EagerStyle):
         blocks, note = common_blocks(self.recipe, case, context)
         run = EagerRun(replace(self.recipe, blocks=blocks), case, context)
         run.extra_notes += [note] if note else []
+        run.extra_facts["blocks"] = list(blocks)
         return run
 
 

@@ -95,6 +95,13 @@ class TensorParallelStyle(EagerStyle):
         recipe = replace(self.recipe, plan=plan, derived=derived, blocks=blocks)
         run = EagerRun(recipe, case, context)
         run.extra_notes += [f"plan: {plan.text}", *([note] if note else [])]
+        entries = {} if case.hooks.tp_plan is not None else derived.entries
+        run.extra_facts |= {
+            "blocks": list(blocks),
+            "plan": {
+                path: [each.how, each.dim, each.is_transposed] for path, each in entries.items()
+            },
+        }
         return run
 
     def _plan(self, case: LoadedCase, derived: Derived) -> Plan:
