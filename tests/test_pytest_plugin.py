@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from spmd_verify import pytest_messages
+from spmd_verify import pytest_messages, pytest_plugin
 from spmd_verify.case_reading import read
 from spmd_verify.record import Cause, Cell, FirstDivergence, Record, Row, WorstElement
 
@@ -280,3 +280,25 @@ def test_a_failure_reads_like_an_assertion() -> None:
         "  remedy: divide once",
         "  run it alone: spmd-verify model.py",
     ]
+
+
+def test_verdicts_pass_warn_skip_or_fail() -> None:
+    def judged(verdict: str, *, strict: bool = False) -> list[Warning]:
+        cell = Cell(case="m.py", style="s", mesh="dp=2", dtype="float32", world_size=2,
+                    runner="processes", verdict=verdict, skipped_reason="no axis",
+                    undetermined_reason="too much noise")  # fmt: skip
+        heard: list[Warning] = []
+        record = Record(cells=[cell], settings={"strict": strict})
+        pytest_plugin._judge(cell, record, "spmd-verify m.py", heard.append)
+        return heard
+
+    assert [judged(verdict) for verdict in ("exact", "rounding")] == [[], []]
+    warning = judged("undetermined")[0]
+    assert str(warning) == "s on dp=2, float32 is undetermined: too much noise"
+    with pytest.raises(pytest.skip.Exception, match="no axis"):
+        judged("unsupported")
+    for verdict in ("mismatch", "semantic", "not_exercised", "error"):
+        with pytest.raises(pytest_plugin.SpmdFailure, match="run it alone: spmd-verify m.py"):
+            judged(verdict)
+    with pytest.raises(pytest_plugin.SpmdFailure, match="too much noise"):
+        judged("undetermined", strict=True)
