@@ -100,7 +100,7 @@ def _cell(cell: Any) -> dict[str, Any]:
         "probe": str(cell.unknown.get("probe", {}).get("verdict", "")),
         "counts": dict(cell.counts),
         "ratio": None if cell.worst is None else cell.worst.ratio,
-        "reason": cell.skipped_reason or cell.undetermined_reason or "",
+        "reason": cell.reason,
         "cause": "" if cause is None else f"{cause.kind}: {cause.text}",
         "message": cell.message,
         "seconds": round(cell.duration_seconds, 1),
@@ -116,6 +116,11 @@ def render() -> str:
     verdicts = Counter(cell["verdict"] for _, cell in cells)
     judged = [cell for _, cell in cells if cell["verdict"] != "unsupported"]
     right = sum(cell["verdict"] in PASSING for cell in judged)
+    plain = [
+        cell
+        for result, cell in cells
+        if "padded" not in result["model"] and cell["verdict"] != "unsupported"
+    ]
     lines = [
         "# Every style on ten models",
         "",
@@ -126,7 +131,8 @@ def render() -> str:
         "",
         f"- {len(results)} of {len(planned())} runs done; "
         + ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common()),
-        f"- of {len(judged)} cells judged {right} pass ({right / max(len(judged), 1):.1%})",
+        f"- of {len(judged)} cells judged {right} pass ({right / max(len(judged), 1):.1%}), "
+        f"{_share(plain)} where ranks count equally many tokens",
         "",
     ]
     for mesh in ("2", "4", "8"):
@@ -135,6 +141,12 @@ def render() -> str:
     for (style, verdict, text), models in _reasons(cells).items():
         lines.append(f"- **{style}**, {verdict} ({', '.join(models)}): {text}")
     return "\n".join([*lines, ""])
+
+
+def _share(cells: list[dict[str, Any]]) -> str:
+    """Return how many of some cells pass."""
+    right = sum(cell["verdict"] in PASSING for cell in cells)
+    return f"{right} of {len(cells)} ({right / max(len(cells), 1):.1%})"
 
 
 def _grid(results: list[dict[str, Any]], mesh: str) -> list[str]:
@@ -163,7 +175,8 @@ def _reasons(
     found: dict[tuple[str, ...], list[str]] = {}
     for result, cell in cells:
         if cell["verdict"] not in PASSING:
-            text = cell["reason"] or cell["cause"] or cell["message"]
+            is_absent = cell["verdict"] == "unsupported"
+            text = cell["reason"] if is_absent else cell["cause"] or cell["message"]
             key = (cell["style"], cell["verdict"], text)
             found.setdefault(key, []).append(f"{result['model']} {result['mesh']}")
     return found
