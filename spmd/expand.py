@@ -277,7 +277,8 @@ class _Expansion:
         self.calls += 1
         values = [self._resolve(n, region) for n in operands]
         fakes = tuple(n.meta["val"] for n in operands)
-        gradient = self.plan.gradients.get(node.name)
+        # Under DDP's definition a whole gradient is one rank's own: no part of it is finished.
+        gradient = None if self.plan.mean else self.plan.gradients.get(node.name)
         call = Call(node, fakes, _outputs(node.meta.get("val")), self.plan.local_draws, gradient)
         rule = find_rule(call)
         if rule is None:

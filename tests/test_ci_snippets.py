@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 from typing import Any
@@ -43,6 +44,7 @@ def test_the_job_parses_and_its_commands_are_ours(
         text=True,
         check=True,
         timeout=20,
+        env={**os.environ, "GITHUB_STEP_SUMMARY": "summary.md"},
     )
     typed = told.stdout.split("\0")[:-1]
     arguments = parse_arguments(typed)

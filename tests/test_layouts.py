@@ -196,7 +196,7 @@ def test_indices_are_global_so_their_axis_comes_first() -> None:
         region((4,), (Shard(0), Indexed(0, (0,))), (2, 2), (0, 0))
 
 
-@pytest.mark.parametrize("layout", [(Shard(2),), (Units(0, (1, 2)),), (Units(0, (4,)),), ()])
+@pytest.mark.parametrize("layout", [(Shard(2),), (Units(0, (1, 2)),), (Units(0, (1, 1, 2)),), ()])
 def test_a_layout_that_does_not_fit_is_an_error(layout: tuple) -> None:
     with pytest.raises(InternalError, match="layout-arithmetic"):
         region((4, 4), layout, (2,), (0,))
