@@ -23,6 +23,8 @@ from spmd_verify.plain_structs import NON_FINITE, from_plain, to_plain
 # 1.1: `ties` of a cell.
 # 1.2: `gate` of a cell.
 SCHEMA_VERSION: Final = "1.2"
+# Bytes up to which a record is indented: nobody reads 100,000 rows, and programs read them sooner.
+_READABLE: Final = 8_000_000
 # What the root module is called in names of its outputs.
 ROOT: Final = "model"
 
@@ -258,10 +260,10 @@ class Record(msgspec.Struct, kw_only=True):
 
 
 def encode(record: Record) -> bytes:
-    """Return a record as indented JSON, NaN and infinities as strings."""
+    """Return a record as JSON, NaN and infinities as strings; indented where people may read it."""
     with _no_collections():
         text = msgspec.json.encode(to_plain(record))
-    return msgspec.json.format(text, indent=1) + b"\n"
+    return (msgspec.json.format(text, indent=1) if len(text) < _READABLE else text) + b"\n"
 
 
 def decode(text: bytes | str, where: str = "the record") -> Record:
