@@ -16,7 +16,7 @@ from spmd_verify.mesh_spec import parse_mesh
 from spmd_verify.options import Options
 from spmd_verify.record import Cell
 from spmd_verify.styles.tp_derive import Entry, agreed
-from spmd_verify.styles.tp_plans import user_plan
+from spmd_verify.styles.tp_plans import described, user_plan
 from spmd_verify.styles.tp_trial import can_stay_split, is_tokenwise, linear_of
 from spmd_verify.styles.tp_watch import Call, watching
 
@@ -343,3 +343,11 @@ def test_a_plan_that_is_none_is_refused(tmp_path: Path, returned: str, text: str
         user_plan(case).styles(case.build_model(), None)
 
     assert text in str(caught.value)
+
+
+def test_a_plan_is_said_by_blocks_only_where_they_are_split_alike() -> None:
+    blocks = {"blocks.0.up": "column", "blocks.1.up": "column", "head": "row"}
+    chain = {"net.0": "column", "net.2": "row"}
+
+    assert described(blocks) == "blocks.*.up column, head row"
+    assert described(chain) == "net.0 column, net.2 row"

@@ -164,9 +164,17 @@ def _styles(entry: Entry) -> list[ParallelStyle]:
 
 
 def described(entries: Mapping[str, str]) -> str:
-    """Return entries in words, those of repeated blocks once: `blocks.*.up column, head row`."""
+    """Return entries in words, those of repeated blocks once: `blocks.*.up column, head row`.
+
+    Modules that differ by a number and are not split alike keep their own paths.
+    """
+    globs = {path: _NUMBER.sub("*", path, count=1) for path in entries}
+    said: dict[str, set[str]] = {}
+    for path, text in entries.items():
+        said.setdefault(globs[path], set()).add(text)
     words = dict.fromkeys(
-        f"{_NUMBER.sub('*', path, count=1)} {text}" for path, text in entries.items()
+        f"{globs[path] if len(said[globs[path]]) == 1 else path} {text}"
+        for path, text in entries.items()
     )
     return ", ".join(list(words)[:_SHOWN]) + (", ..." if len(words) > _SHOWN else "")
 
