@@ -13,16 +13,25 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def collecting_later() -> Iterator[None]:
-    """Run the body without collections; nothing made so far is looked at before `collect`."""
+def without_collections() -> Iterator[None]:
+    """Run the body without looking for cycles: it makes many objects, and hardly any is garbage."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def collecting_later() -> Iterator[None]:
+    """Run the body without collections; nothing made so far is looked at before `collect`."""
+    with without_collections():
+        try:
+            yield
+        finally:
+            gc.freeze()
 
 
 def collect() -> None:

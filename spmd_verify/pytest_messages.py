@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from spmd_verify.record import Cause, Cell, Record, Row
+from spmd_verify.reporters.paragraphs import first_row
 
 
 def command(words: Sequence[str]) -> str:
@@ -58,7 +59,7 @@ def _lines(cell: Cell, record: Record, alone: str) -> Iterator[str]:
     says = what.get(cell.verdict, "has rows that fail under strict")
     yield f"{cell.case}: {named(cell)}: {cell.verdict}: {says}"
     first = cell.first_divergence
-    row = _first_row(cell)
+    row = first_row(cell)
     if first is not None:
         yield f"  first tensor that differs: {first.tensor} ({first.stage}, step {first.step})"
         if row is not None:
@@ -106,13 +107,3 @@ def _cause(cause: Cause) -> Iterator[str]:
         yield "  " + ", ".join(f"{name}: {value}" for name, value in known.items() if value)
     if cause.remedy:
         yield f"  remedy: {cause.remedy}"
-
-
-def _first_row(cell: Cell) -> Row | None:
-    """Return the row of the first divergence, the failing one where a name has several."""
-    first = cell.first_divergence
-    if first is None:
-        return None
-    place = (first.step, first.stage, first.tensor)
-    rows = [row for row in cell.tensors if (row.step, row.stage, row.name) == place]
-    return next((row for row in rows if row.cause is not None), rows[0] if rows else None)

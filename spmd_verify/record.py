@@ -4,11 +4,8 @@ Floats round-trip; NaN and infinities are written as strings. Keys that this ver
 not know are kept in `unknown` and written back; a newer major version is refused.
 """
 
-import gc
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from spmd_verify.errors import RecordError, UsageError
+from spmd_verify.garbage import without_collections
 from spmd_verify.plain_structs import NON_FINITE, from_plain, to_plain
 
 # 1.0: first version.
@@ -261,7 +259,7 @@ class Record(msgspec.Struct, kw_only=True):
 
 def encode(record: Record) -> bytes:
     """Return a record as JSON, NaN and infinities as strings; indented where people may read it."""
-    with _no_collections():
+    with without_collections():
         text = msgspec.json.encode(to_plain(record))
     return (msgspec.json.format(text, indent=1) if len(text) < _READABLE else text) + b"\n"
 
@@ -276,7 +274,7 @@ def decode(text: bytes | str, where: str = "the record") -> Record:
     Raises:
         RecordError: `not-a-record`, `record-too-new`.
     """
-    with _no_collections():
+    with without_collections():
         try:
             plain = msgspec.json.decode(text)
         except (msgspec.DecodeError, RecursionError) as error:
@@ -339,18 +337,6 @@ def _not_a_record(where: str, why: str) -> RecordError:
         f"json=PATH wrote",
         slug="not-a-record",
     )
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """Run the body without looking for cycles: a million new objects, and none is garbage."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _with_non_finite(schema: Any) -> Any:

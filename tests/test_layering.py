@@ -32,6 +32,7 @@ TORCH_FREE = {
     "examiner",
     "exit_codes",
     "flow",
+    "garbage",
     "gate",
     "hf_shrink",
     "history",

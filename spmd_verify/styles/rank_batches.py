@@ -70,3 +70,25 @@ def refuse_empty(style: str, path: str, size: int, axis: str, ranks: int) -> Non
             f"shard it in step_{style} yourself and declare input_sharding_{style}()",
             slug="empty-part",
         )
+
+
+def refuse_split(style: str, path: str, size: int, axis: str, ranks: int, *, divides: str) -> None:
+    """Refuse an input that the case splits over the axis of a style that keeps inputs whole.
+
+    Args:
+        style: Its id.
+        path: The input.
+        size: Its entries along the dim that is split.
+        axis: The axis.
+        ranks: Its ranks.
+        divides: What the style divides instead.
+
+    Raises:
+        Unsupported: `whole-inputs`.
+    """
+    raise Unsupported(
+        f"The batch is split over the axis: input_sharding() divides {path} with {size} "
+        f"entries over {axis} with {ranks} ranks. {style} keeps inputs whole and divides "
+        f"{divides}. Leave {axis} out of input_sharding(), or write parallelize_my_{style}()",
+        slug="whole-inputs",
+    )

@@ -27,7 +27,7 @@ from spmd_verify.styles.attention_products import Products, ProductWatch, SplitP
 from spmd_verify.styles.base import StyleContext
 from spmd_verify.styles.context_attention import ring, torch_refuses_call, torchs
 from spmd_verify.styles.eager import EagerRun, EagerStyle
-from spmd_verify.styles.rank_batches import part_of
+from spmd_verify.styles.rank_batches import part_of, refuse_split
 from spmd_verify.styles.torch_base import TorchRecipe, check_axes
 
 _TORCHS: Final = "torch's context_parallel"
@@ -82,18 +82,8 @@ class ContextRecipe(TorchRecipe):
         return ring(call, group) if reason else torchs(call, group, mesh)
 
     def checked_part(self, path: str, size: int, axis: str, ranks: int) -> None:
-        """Refuse inputs that the case itself splits over the axis.
-
-        Raises:
-            Unsupported: `whole-inputs`.
-        """
-        raise Unsupported(
-            f"The batch is split over the axis: input_sharding() divides {path} with {size} "
-            f"entries over {axis} with {ranks} ranks. {self.name} keeps inputs whole and divides "
-            f"the attention. Leave {axis} out of input_sharding(), or write "
-            f"parallelize_my_{self.name}()",
-            slug="whole-inputs",
-        )
+        """Refuse inputs that the case itself splits over the axis."""
+        refuse_split(self.name, path, size, axis, ranks, divides="the attention")
 
 
 class ContextRun(EagerRun):

@@ -27,7 +27,7 @@ from spmd_verify.styles.expert_calls import at_owner
 from spmd_verify.styles.expert_lists import ExpertList, ListWatch, StepWatch
 from spmd_verify.styles.expert_owners import Owners
 from spmd_verify.styles.expert_stacks import NotDivisible
-from spmd_verify.styles.rank_batches import part_of
+from spmd_verify.styles.rank_batches import part_of, refuse_split
 from spmd_verify.styles.stack_swap import StackSwap, candidates
 from spmd_verify.styles.torch_base import TorchRecipe, check_axes
 from spmd_verify.styles.torch_refusals import torch_refuses
@@ -82,18 +82,8 @@ class ExpertRecipe(TorchRecipe):
         return (Chunk(0),) if name in self.experts.stacks else (WHOLE,)
 
     def checked_part(self, path: str, size: int, axis: str, ranks: int) -> None:
-        """Refuse inputs that the case itself splits over the axis.
-
-        Raises:
-            Unsupported: `whole-inputs`.
-        """
-        raise Unsupported(
-            f"The batch is split over the axis: input_sharding() divides {path} with {size} "
-            f"entries over {axis} with {ranks} ranks. {self.name} keeps inputs whole and divides "
-            f"the experts. Leave {axis} out of input_sharding(), or write "
-            f"parallelize_my_{self.name}()",
-            slug="whole-inputs",
-        )
+        """Refuse inputs that the case itself splits over the axis."""
+        refuse_split(self.name, path, size, axis, ranks, divides="the experts")
 
 
 @dataclass(frozen=True)
