@@ -20,6 +20,7 @@ from spmd.errors import UsageError
 from spmd.layout import Layout, Shard, chunk_units
 from spmd.lifting import tensor_of
 from spmd.mesh import JoinedMesh, MeshShape, device_mesh_of, mesh_shape, one_axis
+from spmd.passes.waits import WaitForGathersAtOnce
 
 
 def local_of(value: Any) -> Any:
@@ -335,6 +336,8 @@ class ProcessRanks:
                 node.args = (*node.args[:-1], names[node.args[-1]])
         for axis, index in zip(self.mesh.names, self.coordinate, strict=True):
             setattr(graph, coordinate_name(axis), index)
+        if self.device_mesh.device_type == "cpu":
+            graph = WaitForGathersAtOnce().apply(graph)
         graph.recompile()
         return graph
 

@@ -39,6 +39,18 @@ def threads(_context: Context, _payload: bytes) -> bytes:
 
 
 @job
+def group_threads(_context: Context, _payload: bytes) -> bytes:
+    """Say how many threads the group of all ranks has, and one made later."""
+    import torch
+    import torch.distributed as dist
+
+    groups = (dist.group.WORLD, dist.new_group())
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    assert all(isinstance(b, dist.distributed_c10d.ProcessGroupGloo) for b in backends)
+    return msgspec.json.encode([backend.options._threads for backend in backends])
+
+
+@job
 def talk(_context: Context, _payload: bytes) -> bytes:
     """Write to stdout from Python and to stderr below it."""
     print("from Python")  # noqa: T201

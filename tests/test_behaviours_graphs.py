@@ -496,3 +496,29 @@ def test_a_rewrite_that_returns_nothing_is_refused(where: str) -> None:
     step = compiled(spmd.DataParallel(custom_passes=passes), **options)
     with pytest.raises(UsageError, match="returned NoneType.*not-a-graph"):
         step(*built(mlp, sgd, warm=False), batches(1)[0])
+
+
+def test_on_cpu_one_gather_is_in_flight_at_a_time() -> None:
+    from spmd.passes import WaitForGathersAtOnce
+
+    graph, _ = partitioned(spmd.DataParallel("fully_shard"))
+    late = spmd.passes.PlaceWaitsLate().apply(graph)
+    assert most_in_flight(late) > 1
+    before = count(late, "all_gather")
+    at_once = WaitForGathersAtOnce().apply(late)
+    at_once.graph.lint()
+    assert most_in_flight(at_once) == 1
+    assert count(at_once, "all_gather") == before
+
+
+def most_in_flight(graph: fx.GraphModule) -> int:
+    """Return how many all-gathers are started and not awaited, at most."""
+    flying: set[fx.Node] = set()
+    most = 0
+    for node in graph.graph.nodes:
+        if "all_gather" in str(node.target):
+            flying.add(node)
+        elif "wait_tensor" in str(node.target):
+            flying.discard(node.args[0])
+        most = max(most, len(flying))
+    return most

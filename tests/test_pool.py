@@ -61,6 +61,12 @@ def test_workers_compute_with_one_thread(pool: Pool) -> None:
     assert answer == [b'[1,"1"]', b'[1,"1"]']
 
 
+def test_groups_run_one_collective_at_a_time(pool: Pool) -> None:
+    answer = pool.run("runner_jobs:group_threads", b"", timeout_seconds=TIMEOUT_SECONDS)
+
+    assert answer == [b"[1,1]", b"[1,1]"]
+
+
 def test_notes_reach_the_controller(pool: Pool) -> None:
     notes: list[tuple[int, str]] = []
     pool.run(

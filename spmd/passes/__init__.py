@@ -9,12 +9,13 @@ from torch import fx
 
 from spmd.errors import UsageError
 from spmd.passes.buckets import BucketGradientReductions
-from spmd.passes.waits import PlaceWaitsLate
+from spmd.passes.waits import PlaceWaitsLate, WaitForGathersAtOnce
 
 __all__ = [
     "BucketGradientReductions",
     "Pass",
     "PlaceWaitsLate",
+    "WaitForGathersAtOnce",
     "checked_graph",
     "default_passes",
     "run_passes",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 import torch
@@ -25,3 +26,41 @@ class PlaceWaitsLate:
             if wait.users:
                 min(wait.users, key=order.__getitem__).prepend(wait)
         return graph_module
+
+
+_GATHERS = frozenset(
+    {
+        torch.ops._c10d_functional.all_gather_into_tensor.default,
+        torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default,
+    }
+)
+
+
+@dataclass(frozen=True)
+class WaitForGathersAtOnce:
+    """Move the wait of every all-gather to where it starts; numbers identical.
+
+    gloo needs it. Two all-gathers in flight write into freed memory: measured with torch
+    2.13.0 on 4 ranks, a script of nothing else died by SIGSEGV or SIGABRT within a minute in
+    four runs of five. One in flight beside any number of other collectives never did.
+    """
+
+    name: str = "wait_for_gathers_at_once"
+
+    def apply(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        """Return the graph with these waits moved, in place; the caller recompiles it."""
+        for node in list(graph_module.graph.nodes):
+            if node.target in _GATHERS:
+                for follower in reversed(_to_the_waits(node)):
+                    node.append(follower)
+        return graph_module
+
+
+def _to_the_waits(gather: fx.Node) -> list[fx.Node]:
+    """Return the waits of a gather and what picks its results for them, in graph order."""
+    found: list[fx.Node] = []
+    for user in gather.users:
+        found.append(user)
+        if user.target is operator.getitem:
+            found += list(user.users)
+    return found

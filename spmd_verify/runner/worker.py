@@ -193,6 +193,9 @@ def _enter_group(settings: WorkerSettings, command: Job) -> None:
     from torch._C._distributed_c10d import FileStore
     from torch.distributed.distributed_c10d import PrefixStore
 
+    from spmd_verify.runner.one_in_flight import use_one_thread
+
+    use_one_thread()
     if settings.device_type == "cuda":
         torch.cuda.set_device(settings.rank)
     store = FileStore(settings.store_path, settings.num_ranks)
