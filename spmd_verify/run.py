@@ -217,8 +217,8 @@ class _Run:
             is_engine = set(styles) <= set(ENGINE)
             decided = report.engine_overrides if is_engine else report.overrides
             case = msgspec.structs.replace(case, overrides={**case.overrides, **decided})
-            self.runner.prepare(options.meshes[0].num_ranks)
             store_path = os.path.join(self.work_dir, f"store-{len(self.record.cells)}")
+            self.runner.prepare(self._spec(case, cells[0][1], cells[0][0], store_path))
             reference = self._make_reference(case, store_path)
         except SpmdVerifyError as error:
             if is_only:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import msgspec
@@ -92,3 +93,21 @@ def _hang() -> None:
     """Never return, in Python code of the user."""
     while True:
         time.sleep(0.05)
+
+
+def capture(payload: bytes) -> str:
+    """Do before the ranks are forked what `payload` says, and return what they get."""
+    what = payload.decode()
+    if what == "raise":
+        raise ValueError("planted: no capture")
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "thread":
+        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+    return f"captured in {os.getpid()}"
+
+
+@job
+def ahead(context: Context, _payload: bytes) -> bytes:
+    """Say what was captured before this rank was forked, and who forked it."""
+    return msgspec.json.encode([context.ahead, f"captured in {os.getppid()}"])

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from spmd_verify import errors
@@ -46,7 +47,7 @@ def test_each_rank_can_get_its_own_payload(pool: Pool) -> None:
 
 
 def test_workers_are_reused_and_each_job_has_its_own_group(pool: Pool) -> None:
-    pool.start()
+    pool.run("runner_jobs:echo", b"", timeout_seconds=TIMEOUT_SECONDS)
     before = pool.pids
     for _ in range(3):
         answer = pool.run("runner_jobs:all_reduce", b"", timeout_seconds=TIMEOUT_SECONDS)
@@ -132,7 +133,7 @@ def test_different_sizes_in_one_collective_are_said(pool: Pool) -> None:
 
 
 def test_a_refusal_of_all_ranks_leaves_the_workers(pool: Pool) -> None:
-    pool.start()
+    pool.run("runner_jobs:echo", b"", timeout_seconds=TIMEOUT_SECONDS)
     before = pool.pids
     failure = misbehave(pool, "refuse")
 
@@ -159,13 +160,29 @@ def test_the_pool_works_after_a_failure(pool: Pool, what: str) -> None:
 
 
 def test_a_worker_that_dies_between_jobs_is_replaced(pool: Pool) -> None:
-    pool.start()
+    pool.run("runner_jobs:echo", b"", timeout_seconds=TIMEOUT_SECONDS)
     os.kill(pool.pids[0], signal.SIGKILL)
     # The fork server tells the controller a little after the process is gone.
     pool._ranks[0].process.join(TIMEOUT_SECONDS)
     answer = pool.run("runner_jobs:all_reduce", b"", timeout_seconds=TIMEOUT_SECONDS)
 
     assert answer == [b"3.0", b"3.0"]
+
+
+@pytest.mark.parametrize("what", ["nothing", "raise", "kill", "thread"])
+def test_ranks_start_with_what_was_captured_or_without_it(tmp_path: Path, what: str) -> None:
+    folder = str(tmp_path)
+    with Pool(2, work_dir=folder, log_dir=folder, backend="gloo", name="r") as ranks:
+        ranks.capture = ("runner_jobs:capture", what.encode())
+        for _ in range(2):  # also after a failure
+            answer = ranks.run("runner_jobs:ahead", b"", timeout_seconds=TIMEOUT_SECONDS)
+            told = [msgspec.json.decode(each) for each in answer]
+            assert told[0] == told[1]
+            ahead, by_parent = told[0]
+            assert ahead == (by_parent if what == "nothing" else None)
+            misbehave(ranks, "raise")
+
+    assert ("planted: no capture" in (tmp_path / "r-start.log").read_text()) == (what == "raise")
 
 
 def test_our_own_errors_are_raised_again_in_the_controller(pool: Pool) -> None:

@@ -25,6 +25,7 @@ from spmd_verify.judge import Judgement, judge
 from spmd_verify.measure import Statistics
 from spmd_verify.planting.planted import PlantedStyle
 from spmd_verify.record import Cell
+from spmd_verify.runner.ahead import Ahead
 from spmd_verify.runner.caching import through_cache
 from spmd_verify.runner.drive import Drive
 from spmd_verify.runner.dumping import DumpTaker
@@ -368,4 +369,6 @@ def loaded(context: Context, spec: CaseSpec) -> LoadedCase:
         overrides=spec.overrides,
     )
     context.cache["case"] = (spec, case)
+    if isinstance(context.ahead, Ahead) and context.ahead.spec == spec:
+        context.cache["shared"] = dict(context.ahead.shared)
     return case

@@ -31,7 +31,7 @@ class LockstepRunner:
         self.name = name
         self._pool = Pool(1, work_dir=work_dir, log_dir=log_dir, name=name)
 
-    def prepare(self, num_ranks: int) -> None:  # noqa: ARG002 - one worker serves all sizes
+    def prepare(self, spec: CellSpec) -> None:  # noqa: ARG002 - one worker serves all cells
         """Start the worker, so that it is there when the first cell comes."""
         self._pool.start()
 

@@ -1,8 +1,9 @@
 """A pool of worker processes that outlives its jobs, watched by the controller.
 
-The controller owns three things per worker: a pipe for messages, the process' sentinel, and
-the only writing end of the worker's lifeline. One loop waits on all of them, so a rank that
-dies, raises or hangs becomes a `Failure` and never a hang of the controller. After a failure
+The workers are one family, see `family.py`. The controller owns two things per worker: a pipe
+for messages, and one that tells how its process ended; and the only writing end of the
+family's lifeline. One loop waits on all of them, so a rank that dies, raises or hangs becomes
+a `Failure` and never a hang of the controller. After a failure
 the pool is killed, and started again by the next job; a group is never used again after an
 error. Torch-free: the rendezvous is a file, so there is no port and no store to serve.
 """
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from spmd_verify.errors import InternalError
-from spmd_verify.runner import failures
+from spmd_verify.runner import failures, family
 from spmd_verify.runner.failures import Failure, RankEnd
 from spmd_verify.runner.messages import (
     Command,
@@ -40,8 +40,8 @@ from spmd_verify.runner.messages import (
     decode_event,
     encode,
 )
+from spmd_verify.runner.rank_process import RankProcess
 from spmd_verify.runner.worker import WorkerSettings
-from spmd_verify.runner.worker import main as worker_main
 
 PRELOAD = "spmd_verify.runner.preload"
 
@@ -115,7 +115,6 @@ class _Rank(msgspec.Struct):
     rank: int
     process: Any
     connection: Any
-    lifeline: Any
     log_path: str
     stack_path: str
     main_thread: int = 0
@@ -130,7 +129,11 @@ class Pool:
     Attributes:
         num_ranks: Workers in the pool.
         starts: How often the workers have been started.
+        capture: What the next workers start with: function and payload of
+            `family.FamilySettings`, or None.
     """
+
+    capture: tuple[str, bytes] | None = None
 
     def __init__(
         self,
@@ -160,6 +163,8 @@ class Pool:
         self._device_type = device_type
         self._name = name
         self._ranks: list[_Rank] = []
+        self._keeper: ForkServerProcess | None = None
+        self._lifeline: Connection | None = None
         self._jobs = 0
         self._started_at = 0.0
         self._timeout_seconds = 0.0
@@ -172,8 +177,9 @@ class Pool:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the workers, empty when the pool is not started."""
-        return [rank.process.pid for rank in self._ranks]
+        """Process ids of the workers that are there."""
+        known = [rank.process.pid for rank in self._ranks if rank.process.is_alive()]
+        return [pid for pid in known if pid is not None]
 
     def start(self) -> None:
         """Start the workers if they are not running; a broken pool is replaced."""
@@ -185,8 +191,7 @@ class Pool:
         store_dir = tempfile.mkdtemp(prefix=f"{self._name}-store-", dir=self._work_dir)
         store_path = os.path.join(store_dir, "store")
         self.starts += 1
-        for rank in range(self.num_ranks):
-            self._ranks.append(self._start_rank(rank, store_path))
+        self._start_family([self._settings(rank, store_path) for rank in range(self.num_ranks)])
 
     def run(
         self,
@@ -258,52 +263,67 @@ class Pool:
 
     def kill(self) -> None:
         """Kill every worker that is still there, and forget them all."""
+        if self._keeper is None or self._lifeline is None:
+            return
+        self._keeper.kill()  # and the kernel the others with it; the lifeline is the second way
+        self._lifeline.close()
+        self._keeper.join()
+        self._keeper.close()
         for rank in self._ranks:
-            if rank.process.is_alive():
-                rank.process.kill()
-        for rank in self._ranks:
-            rank.process.join()
+            rank.process.join(1.0)
             rank.process.close()
             rank.connection.close()
-            rank.lifeline.close()
-        self._ranks = []
+        self._ranks, self._keeper, self._lifeline = [], None, None
 
-    def _start_rank(self, rank: int, store_path: str) -> _Rank:
-        """Start one worker and keep the controller's ends of its pipes."""
-        context = get_context("forkserver")
-        ours, theirs = context.Pipe(duplex=True)
-        their_lifeline, our_lifeline = context.Pipe(duplex=False)
-        log_path = os.path.join(self._log_dir, f"{self._name}{rank}.log")
-        stack_path = os.path.join(self._work_dir, f"{self._name}{rank}-{self.starts}.stack")
-        settings = WorkerSettings(
+    def _settings(self, rank: int, store_path: str) -> WorkerSettings:
+        """Return what one worker is told."""
+        return WorkerSettings(
             rank=rank,
             num_ranks=self.num_ranks,
             backend=self._backend,
             device_type=self._device_type,
             store_path=store_path,
-            log_path=log_path,
-            stack_path=stack_path,
+            log_path=os.path.join(self._log_dir, f"{self._name}{rank}.log"),
+            stack_path=os.path.join(self._work_dir, f"{self._name}{rank}-{self.starts}.stack"),
             group_timeout_seconds=24 * 3600.0,
         )
-        process: ForkServerProcess = context.Process(
-            target=worker_main,
-            args=(msgspec.msgpack.encode(settings), theirs, their_lifeline),
-            name=f"{self._name}{rank}",
+
+    def _start_family(self, workers: list[WorkerSettings]) -> None:
+        """Start the workers and keep the controller's ends of their pipes."""
+        context = get_context("forkserver")
+        their_lifeline, self._lifeline = context.Pipe(duplex=False)
+        theirs = []
+        for settings in workers:
+            connection, their_end = context.Pipe(duplex=True)
+            status, their_status = context.Pipe(duplex=False)
+            theirs.append((their_end, their_status))
+            self._ranks.append(
+                _Rank(
+                    settings.rank, RankProcess(status), connection,
+                    settings.log_path, settings.stack_path,
+                )
+            )  # fmt: skip
+        log_path = os.path.join(self._log_dir, f"{self._name}-start.log")
+        function, payload = self.capture or ("", b"")
+        settings_of_all = family.FamilySettings(workers, log_path, function, payload)
+        self._keeper = context.Process(
+            target=family.main,
+            args=(msgspec.msgpack.encode(settings_of_all), theirs, their_lifeline),
+            name=self._name,
             daemon=True,
         )
         try:
             with _without_main():
-                process.start()
+                self._keeper.start()
         except (EOFError, ConnectionError) as error:
             raise InternalError(
-                f"No worker was started: {self._name} {rank}. The process that starts workers "
+                f"No worker was started: {self._name}. The process that starts workers "
                 f"is gone ({type(error).__name__}); it was killed, or importing torch or "
                 f"spmd_verify failed in it: see its output above. Run the command again",
                 slug="fork-server",
             ) from error
-        theirs.close()
-        their_lifeline.close()
-        return _Rank(rank, process, ours, our_lifeline, log_path, stack_path)
+        for end in (their_lifeline, *(end for pair in theirs for end in pair)):
+            end.close()
 
     def _send(self, rank: _Rank, command: Command) -> None:
         """Send a command; a worker that is gone is noticed by the loop, not here."""
@@ -399,8 +419,7 @@ class Pool:
         """Ask every rank without an answer for its stacks and give it time to write them."""
         hung = [rank for rank in self._ranks if rank.end is None]
         for rank in hung:
-            if rank.process.is_alive():
-                os.kill(rank.process.pid, signal.SIGUSR1)
+            rank.process.dump_stacks()
         deadline = time.monotonic() + _STACK_SECONDS
         while time.monotonic() < deadline and not all(_tail(rank.stack_path, 1) for rank in hung):
             time.sleep(0.02)

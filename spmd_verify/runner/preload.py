@@ -38,6 +38,8 @@ OWN_MODULES = (
     "spmd",
     "spmd.compile",
     "spmd.lockstep",
+    "spmd_verify.runner.ahead",
+    "spmd_verify.runner.family",
     "spmd_verify.runner.jobs",
     "spmd_verify.styles.graph",
 )
@@ -75,6 +77,7 @@ def _give_tqdm_a_lock() -> None:
     tqdm = sys.modules.get("tqdm")
     if tqdm is not None:
         tqdm.tqdm.set_lock(threading.RLock())
+        tqdm.tqdm.monitor_interval = 0  # a thread that no fork would carry over
 
 
 preload()

@@ -10,7 +10,8 @@ import time
 from spmd_verify.errors import UsageError
 from spmd_verify.runner.failures import Failure
 from spmd_verify.runner.pool import Pool
-from spmd_verify.runner.specs import CELL_JOB, CellEvidence, CellSpec, OnNote, encode
+from spmd_verify.runner.specs import CAPTURE, CELL_JOB, CellEvidence, CellSpec, OnNote, encode
+from spmd_verify.style_ids import ENGINE
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
@@ -47,13 +48,13 @@ class ProcessRunner:
         self.name = name
         self._pool: Pool | None = None
 
-    def prepare(self, num_ranks: int) -> None:
+    def prepare(self, spec: CellSpec) -> None:
         """Start the ranks of the next cell, so that they are there when it comes."""
-        self._pool_of(num_ranks).start()
+        self._pool_of(spec).start()
 
     def run_cell(self, spec: CellSpec, on_note: OnNote | None = None) -> CellEvidence | Failure:
         """Run one cell on one process per rank."""
-        pool = self._pool_of(spec.num_ranks)
+        pool = self._pool_of(spec)
         started = time.monotonic()
         answer = pool.run(
             CELL_JOB, encode(spec), timeout_seconds=spec.timeout_seconds, on_note=on_note
@@ -68,16 +69,21 @@ class ProcessRunner:
             self._pool.stop()
             self._pool = None
 
-    def _pool_of(self, num_ranks: int) -> Pool:
-        """Return the pool of this world size; another one is replaced."""
-        if self._pool is None or self._pool.num_ranks != num_ranks:
+    def _pool_of(self, spec: CellSpec) -> Pool:
+        """Return the pool of a cell's world size; another one is replaced.
+
+        Ranks that start for a cell of the engine begin with what it captures for its case.
+        """
+        if self._pool is None or self._pool.num_ranks != spec.num_ranks:
             self.stop()
             self._pool = Pool(
-                num_ranks,
+                spec.num_ranks,
                 work_dir=self._work_dir,
                 log_dir=self._log_dir,
                 backend=BACKENDS[self._device_type],
                 device_type=self._device_type,
                 name=self.name,
             )
+        captures = self._device_type == "cpu" and spec.style in ENGINE
+        self._pool.capture = (CAPTURE, encode(spec.case)) if captures else None
         return self._pool

@@ -20,6 +20,7 @@ _T = TypeVar("_T")
 
 LOAD_JOB = "spmd_verify.runner.jobs:describe_case"
 REFERENCE_JOB = "spmd_verify.runner.jobs:write_reference"
+CAPTURE = "spmd_verify.runner.ahead:capture"
 CELL_JOB = "spmd_verify.runner.jobs:run_cell"
 JUDGE_JOB = "spmd_verify.runner.jobs:judge_cell"
 EXAMINE_JOB = "spmd_verify.examine:examine_cell"

@@ -1,9 +1,9 @@
 """One worker process: waits for jobs, runs them, and says what became of them.
 
-Runs in a child of the fork server. Imports nothing but the standard library and the
+Runs in a process that `family` forked. Imports nothing but the standard library and the
 messages at module level; torch is there already when a job needs it. Whatever happens, the
 worker leaves when the controller does: a thread watches a pipe whose other end only the
-controller holds, and the kernel is asked to kill the worker with the fork server.
+controller holds, and the kernel is asked to kill the worker with the process that forked it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -79,10 +79,14 @@ class Context:
         num_ranks: Workers in the pool.
         device_type: `cpu` or `cuda`.
         cache: Lives as long as the worker; jobs keep what later jobs can use again.
+        ahead: What was captured before the worker was forked, None for nothing.
     """
 
-    def __init__(self, settings: WorkerSettings, send: Callable[[Event], None]) -> None:
+    def __init__(
+        self, settings: WorkerSettings, send: Callable[[Event], None], ahead: Any = None
+    ) -> None:
         """Take over what the worker was told; `send` gives an event to the controller."""
+        self.ahead = ahead
         self.rank = settings.rank
         self.num_ranks = settings.num_ranks
         self.device_type = settings.device_type
@@ -121,13 +125,14 @@ def die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def main(settings_bytes: bytes, connection: Connection, lifeline: Connection) -> None:
-    """Serve jobs from `connection` until told to stop; never returns."""
-    settings = msgspec.msgpack.decode(settings_bytes, type=WorkerSettings)
+def main(
+    settings: WorkerSettings, connection: Connection, lifeline: Connection, ahead: Any = None
+) -> NoReturn:
+    """Serve jobs from `connection` until told to stop."""
     die_with_parent()
     _watch(lifeline)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _redirect_output(settings.log_path)
+    redirect_output(settings.log_path)
     stack_file = open(settings.stack_path, "w")  # noqa: SIM115 - lives as long as the worker
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
     faulthandler.enable()
@@ -139,7 +144,7 @@ def main(settings_bytes: bytes, connection: Connection, lifeline: Connection) ->
 
     exit_code = EXIT_RAISED
     try:
-        exit_code = _serve(settings, connection, send)
+        exit_code = _serve(Context(settings, send, ahead), settings, connection, send)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         exit_code = EXIT_ORPHAN
     finally:
@@ -148,12 +153,16 @@ def main(settings_bytes: bytes, connection: Connection, lifeline: Connection) ->
         os._exit(exit_code)
 
 
-def _serve(settings: WorkerSettings, connection: Connection, send: Callable[[Event], None]) -> int:
+def _serve(
+    context: Context,
+    settings: WorkerSettings,
+    connection: Connection,
+    send: Callable[[Event], None],
+) -> int:
     """Run jobs until `Stop` or until one raises; return the exit code."""
     import torch
 
     torch.set_num_threads(1)
-    context = Context(settings, send)
     send(Ready(os.getpid(), threading.main_thread().ident or 0))
     while True:
         command = decode_command(connection.recv_bytes())
@@ -250,7 +259,7 @@ def _watch(lifeline: Connection) -> None:
     threading.Thread(target=wait, daemon=True, name="lifeline").start()
 
 
-def _redirect_output(log_path: str) -> None:
+def redirect_output(log_path: str) -> None:
     """Send this process's stdout and stderr, those of C code too, to its log."""
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)

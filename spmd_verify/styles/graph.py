@@ -320,6 +320,30 @@ class _Shared:
         if has_changed or has_numbers:
             self.training = None
 
+    def without_places(self) -> _Shared | None:
+        """Return what another process may start with: programs that use no slot at all.
+
+        A slot is one of objects that this process made when it loaded the file. None where
+        the training step is not shared.
+        """
+        if self.training is None:
+            return None
+        found = _Shared()
+        for cache, kept in ((self.training, found.training), (self.evaluation, found.evaluation)):
+            assert kept is not None, "just made"
+            kept.programs = {
+                key: program
+                for key, program in cache.programs.items()
+                if not program.python and not any(program.captured_places)
+            }
+        return found
+
+
+def of_any_build(shared: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return of a cell's `StyleContext.shared` what ranks of another process can start with."""
+    kept: _Shared | None = shared[_SHARED].without_places()
+    return None if kept is None else {_SHARED: kept}
+
 
 @contextmanager
 def _refusals() -> Iterator[None]:

@@ -1,0 +1,66 @@
+"""Capture a case's first steps once for all ranks, before they are forked: see `family`.
+
+The captures are those of an engine style in lock-step on one rank: what is captured is the
+step of one device, whatever style partitions it later. Not for accelerators, which no fork
+may follow, nor for exact mode, where no two steps have the same state.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from spmd_verify.case import load_case
+from spmd_verify.errors import Unsupported
+from spmd_verify.exact_case import ExactCase
+from spmd_verify.runner.specs import CaseSpec, decode
+from spmd_verify.styles import graph
+from spmd_verify.styles.base import StyleContext
+
+# The step that makes the optimizer's state, the next one, and the one that agrees with it.
+_STEPS = 3
+
+
+class Ahead:
+    """What was captured, and for which case.
+
+    Attributes:
+        spec: The case.
+        shared: As `StyleContext.shared`.
+    """
+
+    def __init__(self, spec: CaseSpec, shared: dict[str, Any]) -> None:
+        """Remember both."""
+        self.spec = spec
+        self.shared = shared
+
+
+def capture(payload: bytes) -> Ahead | None:
+    """Return what the styles of a case can share; None where ranks have to capture themselves.
+
+    Args:
+        payload: A `CaseSpec`.
+    """
+    spec = decode(payload, CaseSpec)
+    case = load_case(
+        spec.address, dtype=spec.dtype, seed=spec.seed, steps=spec.steps, overrides=spec.overrides
+    )
+    if isinstance(case, ExactCase):
+        return None
+    context = StyleContext(
+        axes={"dp": 1}, coordinates=((0,),), device=torch.device("cpu"), is_lockstep=True
+    )
+    try:
+        run = graph.REPLICATE.build(case, context)
+        for index in range(min(case.steps, _STEPS)):
+            case.seed_step(index)
+            run.step(index, case.batch(index))
+        case.seed_step(case.steps)
+        run.evaluate(case.batch(0))
+    except Unsupported as refusal:
+        print(f"nothing is captured ahead: {refusal.message}", file=sys.stderr)  # noqa: T201
+        return None
+    shared = graph.of_any_build(context.shared)
+    return None if shared is None else Ahead(spec, shared)
