@@ -158,6 +158,11 @@ class PartRuns:
         buffers = model_snapshot(model)["buffers"]
         return [{**record, "buffers": buffers} for record in found]
 
+    def parameters(self) -> dict[str, Tensor]:
+        """Return the parameters before the step, float64."""
+        model, _ = self._prepared()
+        return {name: value.detach() for name, value in named_parameters(model)[0].items()}
+
     def raw_gradients(self, batch: Any) -> dict[str, Tensor] | None:
         """Return gradients as autograd left them, before the step changes them."""
         try:

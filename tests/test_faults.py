@@ -26,6 +26,7 @@ SAMPLE = (
     "mp_summands_on_two_axes",
     "mp_vocab_offset",
     "st_flat_offsets",
+    "st_gathered_in_forward",
     "st_lars_local_trust",
     "st_optimizer_first",
 )

@@ -16,6 +16,7 @@ from spmd_verify.causes import (
     clips,
     forward,
     fused,
+    gathered,
     gradients,
     means,
     patterns,
@@ -41,6 +42,7 @@ FORWARD: Final[Sequence[Hypothesis]] = (
     fused.fused_projection,
     forward.coupled_samples,
     patterns.precision,
+    gathered.gathered,
 )
 LOSS: Final[Sequence[Hypothesis]] = (
     forward.random_stream,

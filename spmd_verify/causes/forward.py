@@ -192,7 +192,7 @@ def additive_bias(exhibit: Exhibit, row: Row) -> Cause | None:
         spread = vector.expand_as(excess)
         k = float((excess * spread).sum() / spread.square().sum())
         left = left_by(excess, spread, k)
-        if left <= 4.0 * exhibit.tolerance(row) and abs(k) > 1e-6:
+        if left <= 4.0 * exhibit.tolerance(row) and _is_added_often(k, exhibit):
             full = f"{path}.{name}"
             said = _times_text(k, exhibit)
             text = (
@@ -204,6 +204,14 @@ def additive_bias(exhibit: Exhibit, row: Row) -> Cause | None:
                 tensors=[row.name, full, *affected(exhibit)], ranks=row.ranks,
             )  # fmt: skip
     return None
+
+
+def _is_added_often(k: float, exhibit: Exhibit) -> bool:
+    """Say whether `1 + k` is a number of times: that of some ranks, one part of them, or none."""
+    most = math.prod(exhibit.axes.values())
+    ratio = Fraction(1.0 + k).limit_denominator(most)
+    is_near = abs(float(ratio) - 1.0 - k) < 1e-3
+    return is_near and ratio != 1 and (ratio.denominator == 1 or ratio.numerator == 1)
 
 
 def value_before(exhibit: Exhibit, name: str, initial: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from spmd_verify.exhibit import Exhibit, Piece, fit
 from spmd_verify.layouts import take_region
 from spmd_verify.norms import as_real
 from spmd_verify.record import Cause, Row
+
+# Elements per rank from which a factor that fits every part is no chance.
+_FEW_ELEMENTS: Final = 8
 
 
 def part_gradients(
@@ -184,8 +187,9 @@ def uniform_factor(exhibit: Exhibit, row: Row) -> Cause | None:
 
 
 def own_data(exhibit: Exhibit, row: Row) -> Cause | None:
-    """`no_sync`: replicas differ and each is the gradient of its own part of the batch."""
-    if not exhibit.copies_differ(row) or len(exhibit.distinct_parts) < 2:
+    """`no_sync`: what each rank holds is the gradient of its own part of the batch."""
+    is_cut = _is_cut(exhibit, row)
+    if not (exhibit.copies_differ(row) or is_cut) or len(exhibit.distinct_parts) < 2:
         return None
     if not is_own_data(exhibit, row):
         return None
@@ -196,12 +200,22 @@ def own_data(exhibit: Exhibit, row: Row) -> Cause | None:
     entered = (
         "" if exhibit.fact("is_entered") else f"; {(wrappers or ['its'])[0]}.forward never ran"
     )
-    text = (
-        f"the replicas of {listed(names)} disagree: each rank has the gradient of its own data, "
-        f"never reduced over {axis or 'the mesh'}{entered}"
+    what = (
+        f"each rank's part of the gradient of {listed(names)} is"
+        if is_cut
+        else f"the replicas of {listed(names)} disagree: each rank has"
     )
-    kind = "no_sync" if wrappers else "missing_reduction"
+    whose = "that of its own data" if is_cut else "the gradient of its own data"
+    text = f"{what} {whose}, never reduced over {axis or 'the mesh'}{'' if is_cut else entered}"
+    kind = "no_sync" if wrappers and not is_cut else "missing_reduction"
     return cause(kind, text, tensors=names, axis=axis, ranks=row.ranks)
+
+
+def _is_cut(exhibit: Exhibit, row: Row) -> bool:
+    """Say whether ranks hold parts and no copies, of enough elements that chance fits none."""
+    regions = exhibit.regions(row)
+    is_large = exhibit.reference(row).numel() >= _FEW_ELEMENTS * len(exhibit.dump.ranks)
+    return is_large and len(regions) > 1 and all(len(held) == 1 for held in regions.values())
 
 
 def is_own_data(exhibit: Exhibit, row: Row) -> bool:
