@@ -7,6 +7,7 @@ the hypothesis says; it holds where the module's output is the candidate's on ev
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Final
 
 import torch
@@ -162,14 +163,17 @@ def _orders(size: int, dim: int, axis: str) -> Iterator[tuple[str, Change]]:
     for by in (1, -1):
         yield (
             f"the rows of every rank's part along dim {dim} are moved by {by}, within the part",
-            lambda value, by=by: torch.cat(
-                [part.roll(by, dim) for part in _parts(value, size, dim)], dim
-            ),
+            partial(_moved, by, size, dim),
         )
         yield (
             f"its rows along dim {dim} are moved by {by}",
-            lambda value, by=by: value.roll(by, dim),
+            partial(_moved, by, 1, dim),
         )
+
+
+def _moved(by: int, size: int, dim: int, value: Tensor) -> Tensor:
+    """Move the rows of every part by some, round its end."""
+    return torch.cat([part.roll(by, dim) for part in _parts(value, size, dim)], dim)
 
 
 def _scaled(trial: _Trial, names: list[str], axis: str, dim: int) -> Cause | None:
@@ -245,9 +249,7 @@ def _flat_offset(trial: _Trial, axis: str, path: str) -> Cause | None:
         names = [f"{owner}.{name}" if owner else name for name in inside]
         for by in (1, -1):
             made = _rolled_flat(exhibit, names, size, by)
-            changed: dict[str, Change] = {
-                name: (lambda _, value=value: value) for name, value in made.items()
-            }
+            changed = {name: partial(_given, value) for name, value in made.items()}
             if made and trial.is_that_of(trial.output(changed)):
                 text = (
                     f"{trial.row.name} is computed with parameters that are read {by:+d} element "
@@ -255,6 +257,11 @@ def _flat_offset(trial: _Trial, axis: str, path: str) -> Cause | None:
                 )
                 return trial.says("layout", names, text, axis)
     return None
+
+
+def _given(value: Tensor, _: Tensor) -> Tensor:
+    """Replace a parameter."""
+    return value
 
 
 def _rolled_flat(exhibit: Exhibit, names: list[str], size: int, by: int) -> dict[str, Tensor]:

@@ -95,10 +95,11 @@ def _asking() -> Iterator[list[str]]:
             asked.append(name)
         return original()
 
-    for module in (dist, distributed_c10d):
+    modules: tuple[Any, ...] = (dist, distributed_c10d)
+    for module in modules:
         module.is_initialized = is_initialized
     try:
         yield asked
     finally:
-        for module in (dist, distributed_c10d):
+        for module in modules:
             module.is_initialized = original

@@ -141,8 +141,8 @@ def _fork_ranks(
         _tell(status, pid)
     while ranks:
         pid, state = os.wait()
-        status = ranks.pop(pid, None)
-        if status is not None:
+        if pid in ranks:
+            status = ranks.pop(pid)
             _tell(status, os.waitstatus_to_exitcode(state))
             status.close()
 

@@ -41,4 +41,4 @@ class ProcessGroupGloo(metaclass=_OneInFlight):
 
 def use_one_thread() -> None:
     """From now on every gloo group that this process makes runs one collective at a time."""
-    distributed_c10d.ProcessGroupGloo = ProcessGroupGloo  # type: ignore[misc]
+    distributed_c10d.ProcessGroupGloo = ProcessGroupGloo  # type: ignore[assignment,misc]
