@@ -65,7 +65,7 @@ def spec(path: str, **changes: Any) -> CaseSpec:
 
 def made(case: CaseSpec, destination: Path, cache_path: Path | str) -> ReferenceReport:
     """Make a reference as the reference worker does."""
-    worker = SimpleNamespace(cache={}, note=lambda text: None)
+    worker = SimpleNamespace(cache={}, ahead=None, note=lambda text: None)
     request = ReferenceSpec(case, str(destination), str(cache_path))
     return decode(write_reference(worker, encode(request)), ReferenceReport)
 
