@@ -12,7 +12,8 @@ for each step of the case. The rest is the checker's: observing, perturbing, com
 user waits; processor time does not grow where others use the machine, so on a busy one only
 that says something. Every figure is the median of several runs of one command in one process:
 the fork server is warm, the ranks and their captures are new in every run. Of the ranks of a
-cell the slower one counts.
+cell the slower one counts. *capture s* is partitioning on the ranks; in (c) waiting for what was
+captured before they were forked is in it too.
 """
 
 from __future__ import annotations
@@ -200,7 +201,7 @@ def ratio_c(example: str, found: list[dict[str, Any]]) -> list[list[str]]:
         whole = statistics.median(seconds for _, seconds, _ in runs)
         parts = [
             statistics.median(spent(record, "wall", *names) for record, _, _ in runs)
-            for names in (("capture",), ("build", "steps", "evaluate"), CHECKING)
+            for names in (("capture", "start"), ("build", "steps", "evaluate"), CHECKING)
         ]
         reference = statistics.median(made(record, "wall") for record, _, _ in runs)
         rest = whole - reference - sum(parts)
@@ -215,7 +216,7 @@ def ratio_c(example: str, found: list[dict[str, Any]]) -> list[list[str]]:
 def _uncaptured(judged_once: tuple[Record, float, dict[str, float]]) -> float:
     """Return the wall time of a command without its captures."""
     record, seconds, _ = judged_once
-    return seconds - spent(record, "wall", "capture")
+    return seconds - spent(record, "wall", "capture", "start")
 
 
 def wider(text: str) -> str:

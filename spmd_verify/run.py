@@ -350,6 +350,7 @@ class _Run:
         request = JudgeRequest(spec, evidence.parts, evidence.seconds)
         try:
             cell = decode(self.ask_solo(JUDGE_JOB, encode(request)), Cell)
+            cell.unknown["seconds"]["start"] = evidence.start_seconds
             has_question = spec.fault is None or spec.fault.has_cause
             if cell.first_divergence is not None and has_question:
                 stopwatch = Stopwatch()

@@ -129,10 +129,12 @@ class Pool:
     Attributes:
         num_ranks: Workers in the pool.
         starts: How often the workers have been started.
+        start_seconds: How long the last job waited until all workers were there.
         capture: What the next workers start with: function and payload of
             `family.FamilySettings`, or None.
     """
 
+    start_seconds: float = 0.0
     capture: tuple[str, bytes] | None = None
 
     def __init__(
@@ -218,6 +220,7 @@ class Pool:
         self.start()
         payloads = [payload] * self.num_ranks if isinstance(payload, bytes) else payload
         self._started_at = time.monotonic()
+        self.start_seconds = 0.0
         self._timeout_seconds = timeout_seconds
         for rank, part in zip(self._ranks, payloads, strict=True):
             rank.end, rank.payload, rank.last_note = None, None, None
@@ -368,6 +371,7 @@ class Pool:
         match event:
             case Ready():
                 rank.main_thread = event.main_thread
+                self.start_seconds = time.monotonic() - self._started_at
             case Noted():
                 rank.last_note = event.text
                 if on_note is not None:

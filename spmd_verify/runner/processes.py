@@ -61,7 +61,7 @@ class ProcessRunner:
         )
         if isinstance(answer, Failure):
             return answer
-        return CellEvidence(answer, time.monotonic() - started)
+        return CellEvidence(answer, time.monotonic() - started, pool.start_seconds)
 
     def stop(self) -> None:
         """End the ranks."""

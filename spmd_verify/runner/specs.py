@@ -192,10 +192,13 @@ class CellEvidence(msgspec.Struct, frozen=True):
     Attributes:
         parts: One encoded report per process: per rank, or one for all under lockstep.
         seconds: Wall time of the cell.
+        start_seconds: How much of it was waiting until the processes were there: for what was
+            captured before they were forked, above all.
     """
 
     parts: list[bytes]
     seconds: float
+    start_seconds: float = 0.0
 
 
 class CellReport(msgspec.Struct, frozen=True):
