@@ -315,6 +315,35 @@ EVAL_FAILS = MODEL.replace(
 )
 
 
+IS_OTHER_ON_RANKS = MODEL.replace(
+    "return self.second(", "return (1.0 + torch.distributed.is_initialized()) * self.second("
+)
+LEAVES_A_THREAD = MODEL.replace(
+    "class Model",
+    "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n\n\n"
+    "class Model",
+    1,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict", "is_ahead"),
+    [
+        (MODEL, "rounding", True),
+        (IS_OTHER_ON_RANKS, "mismatch", False),
+        (LEAVES_A_THREAD, "rounding", False),
+    ],
+)
+def test_ranks_capture_only_what_nobody_could_capture_before(
+    write_case: CaseWriter, text: str, verdict: str, is_ahead: bool
+) -> None:
+    targets = (write_case(text),)
+    record = run.verify(Options(targets=targets, styles=("replicate",), steps=3), Events())
+
+    assert verdicts(record) == [verdict]
+    assert (record.cells[0].unknown["captures"] == 0) == is_ahead
+
+
 @pytest.mark.parametrize("runner", ["processes", "lockstep"])
 def test_the_engines_styles_pass(model: str, runner: str) -> None:
     options = Options(targets=(model,), steps=3, runner=runner, timeout_seconds=120.0)

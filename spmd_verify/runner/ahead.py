@@ -26,8 +26,8 @@ from spmd_verify.styles.base import StyleContext
 
 # The step that makes the optimizer's state, the next one, and the one that agrees with it.
 _STEPS = 3
-# Modules that ask whether there is a process group for reasons of their own.
-_INTERNAL = ("torch.distributed", "torch._", "spmd")
+# Packages that ask whether there is a process group for reasons of their own.
+_INTERNAL = ("torch.distributed.", "torch._", "spmd.", "spmd_verify.")
 
 
 class Ahead:
@@ -91,7 +91,7 @@ def _asking() -> Iterator[list[str]]:
 
     def is_initialized() -> bool:
         name = str(sys._getframe(1).f_globals.get("__name__", ""))
-        if not name.startswith(_INTERNAL):
+        if not f"{name}.".startswith(_INTERNAL):
             asked.append(name)
         return original()
 
