@@ -15,6 +15,7 @@ from spmd_verify.causes.forward import affected, explained
 from spmd_verify.causes.words import cause
 from spmd_verify.dump import read
 from spmd_verify.exhibit import Exhibit
+from spmd_verify.layouts import take_region
 from spmd_verify.record import Cause, Cell, FirstDivergence, Row
 from spmd_verify.redraws import redraw
 from spmd_verify.relabel import relabel
@@ -25,7 +26,7 @@ from spmd_verify.runner.worker import Context, job
 from spmd_verify.settling import counts, mark_downstream, settle
 from spmd_verify.store import Store
 from spmd_verify.style_ids import data_ranks
-from spmd_verify.verdict import STAGES, Verdict
+from spmd_verify.verdict import CARRIED_STAGES, STAGES, Verdict
 
 # Experiments by name, in the order in which they are asked for; see `examiner.changes`.
 EXPERIMENTS: Final = ("no_random", "float64", "divisible")
@@ -77,7 +78,7 @@ class Examination:
             )
             mark_downstream(self.cell.tensors, first)
             return ExamineReport(self.encoded())
-        found = self.reported_value(first) or causes.find(self.exhibit, first)
+        found = self.gone(first) or self.reported_value(first) or causes.find(self.exhibit, first)
         first, found = relabel(self.exhibit, self.cell, first, found)
         wanted = ""
         if found is None:
@@ -101,6 +102,30 @@ class Examination:
             # A reporting fault is no training fault: the row fails, the cell does not.
             self.cell.verdict = str(Verdict.ROUNDING)
         return ExamineReport(self.encoded(), wanted)
+
+    def gone(self, first: Row) -> Cause | None:
+        """`unexplained`: the run that was to show the tensor has it right."""
+        exhibit = self.exhibit
+        if first.stage not in ("gradients", *CARRIED_STAGES) or not exhibit.is_known(first):
+            return None
+        held, parts = exhibit.locals(first), exhibit.regions(first)
+        is_shown = held and sum(map(len, parts.values())) == len(held)
+        if not is_shown or not first.error or first.error <= exhibit.tolerance(first):
+            return None
+        whole = exhibit.reference(first)
+        error = max(
+            float((held[at] - take_region(whole, part)).norm())
+            for part, coordinates in parts.items()
+            for at in coordinates
+        )
+        if not error <= min(exhibit.tolerance(first), 1e-3 * first.error):
+            return None
+        text = (
+            f"{first.name} was wrong, and is right in the run that repeats the step: it depends on "
+            f"something outside model and optimizer (the time, a variable of the file, a race)"
+        )
+        names = list(dict.fromkeys([first.name, *words.names_of(exhibit.mismatches(first.stage))]))
+        return cause("unexplained", text, residual=first.ratio, tensors=names, ranks=first.ranks)
 
     def where(self, first: Row) -> str:
         """Return the ranks that differ, where they are not all."""
@@ -262,7 +287,8 @@ class Examination:
             largest = max(local.shape[dim] for local in held)
             if largest > size and others == {(*row.shape[:dim], *row.shape[dim + 1 :])}:
                 return dim, largest
-            is_padded = size < total < size + len(held)
+            # Ranks that each have them all hold copies.
+            is_padded = largest < size < total < size + len(held)
             if is_padded and others == {(*row.shape[:dim], *row.shape[dim + 1 :])}:
                 return dim, total
         return None

@@ -14,6 +14,7 @@ from typing import Final
 from spmd_verify.causes import (
     calls,
     clips,
+    exchanged,
     forward,
     fused,
     gathered,
@@ -23,6 +24,7 @@ from spmd_verify.causes import (
     positions,
     shards,
     state,
+    unreduced,
     updates,
     words,
 )
@@ -35,7 +37,7 @@ FORWARD: Final[Sequence[Hypothesis]] = (
     forward.batch_statistics,
     forward.random_stream,
     forward.additive_bias,
-    forward.unreduced_output,
+    unreduced.unreduced_output,
     patterns.layout,
     forward.whole_factor,
     positions.position,
@@ -52,7 +54,7 @@ LOSS: Final[Sequence[Hypothesis]] = (
     means.mean_of_sample_means,
     forward.additive_loss,
     forward.whole_factor,
-    forward.unreduced_output,
+    unreduced.unreduced_output,
     fused.fused_projection,
     patterns.precision,
 )
@@ -66,6 +68,8 @@ GRADIENTS: Final[Sequence[Hypothesis]] = (
     gradients.unused,
     shards.missing_reduction,
     gradients.own_data,
+    exchanged.reduced_to_some,
+    exchanged.other_operation,
     means.mean_of_means,
     means.mean_of_sample_means,
     calls.rescaled,
@@ -73,6 +77,7 @@ GRADIENTS: Final[Sequence[Hypothesis]] = (
     shards.doubled_rows,
     gradients.loss_term,
     patterns.layout,
+    exchanged.exchanged,
     gradients.random_stream,
     means.cross_sample,
     patterns.precision,
@@ -80,19 +85,24 @@ GRADIENTS: Final[Sequence[Hypothesis]] = (
 )
 CLIPPING: Final[Sequence[Hypothesis]] = (clips.clipping,)
 STATE: Final[Sequence[Hypothesis]] = (
+    clips.never_clipped,
     patterns.precision,
+    exchanged.exchanged,
     state.optimizer_state,
 )
 PARAMETERS: Final[Sequence[Hypothesis]] = (
     updates.frozen_moved,
     updates.without_gradient,
+    clips.never_clipped,
     updates.rate_in_step,
     updates.stale,
     updates.optimizer_on_shards,
     updates.partly_stale,
     patterns.layout,
     patterns.flat_offset,
+    exchanged.exchanged,
     updates.scaled_update,
+    updates.scaled_value,
     updates.replicas_drift,
     patterns.precision,
     updates.update_wrong,

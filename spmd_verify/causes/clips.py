@@ -62,6 +62,9 @@ def clipped(exhibit: Exhibit, row: Row) -> Cause | None:
         if spread(factors) <= 1e-3 * abs(factors[0]):
             k = factors[0]
             said, axis = meaning(1.0 / k, 1e-4, exhibit.axes)
+            if abs(k * right - 1.0) <= 1e-4:
+                text = f"{listed(names)}: not clipped at all, one device clips ({number(right)} x)"
+                return cause("norm_clip", text, tensors=names, factor=k, ranks=row.ranks)
             text = (
                 f"{listed(names)}: right before clipping, {number(k)} x the reference after it: "
                 f"the norm that clips is {number(1.0 / k)} x the right one"
@@ -196,6 +199,9 @@ def clipping(exhibit: Exhibit, row: Row) -> Cause | None:
     """`norm_clip`: gradients are right before clipping, one factor is wrong after it."""
     rows = exhibit.mismatches("clipping")
     names = [n for n in names_of(rows) if n not in ("total_norm", "clip_factor")]
+    other = _other_calls(exhibit, row) or _other_limit(exhibit, row)
+    if other is not None:
+        return other
     details = []
     norm = next((r for r in rows if r.name == "total_norm"), None)
     if norm is not None and exhibit.locals(norm):
@@ -211,7 +217,8 @@ def clipping(exhibit: Exhibit, row: Row) -> Cause | None:
             shown = ", ".join(f"rank {r}: {v:.6g}" for r, v in values.items())
             details.append(f"total_norm differs by rank ({shown}), right is {right:.6g}")
     factors = [f for r in rows if r.name in names and (f := factor_of(exhibit, r))]
-    after = factors[0].k if factors else None
+    is_one = factors and spread([f.k for f in factors]) <= 1e-3 * abs(factors[0].k)
+    after = factors[0].k if is_one else None
     if after is not None:
         details.append(f"the gradients are {number(after)} x the reference after it")
     over = ", ".join(f"{axis}={exhibit.axes[axis]}" for axis in exhibit.wide_axes)
@@ -221,6 +228,64 @@ def clipping(exhibit: Exhibit, row: Row) -> Cause | None:
     )
     return cause("norm_clip", text, tensors=[*names_of(rows), *_parameters(exhibit)],
                  ranks=row.ranks, factor=after)  # fmt: skip
+
+
+def _other_calls(exhibit: Exhibit, row: Row) -> Cause | None:
+    """`norm_clip`: clipping is called more often than on one device, for some tensors each."""
+    calls = len(exhibit.called("clipping", "total_norm"))
+    names = exhibit.store.names(exhibit.step, "clipping")
+    due = sum(name.partition("#")[0] == "total_norm" for name in names)
+    if calls <= due:
+        return None
+    text = (
+        f"right before clipping, wrong after it: clipped in {calls} calls, on one device in {due}: "
+        f"the norm of each is that of its own tensors only"
+    )
+    tensors = [*names_of(exhibit.mismatches("clipping")), *_parameters(exhibit)]
+    return cause("norm_clip", text, tensors=tensors, ranks=row.ranks)
+
+
+def _other_limit(exhibit: Exhibit, row: Row) -> Cause | None:
+    """`norm_clip`: the norm is right, the limit it is held against is not."""
+    shown = {r.name: r for r in exhibit.stage_rows("clipping") if exhibit.locals(r)}
+    norm, limit = shown.get("total_norm"), shown.get("clip_factor")
+    wrong = names_of(exhibit.mismatches("clipping"))
+    if norm is None or limit is None or "total_norm" in wrong or "clip_factor" not in wrong:
+        return None
+    right = float(exhibit.reference(limit))
+    ratios = [float(value) / right for value in exhibit.locals(limit).values()]
+    k = ratios[0]
+    if spread(ratios) > 1e-4 or max(float(v) for v in exhibit.locals(limit).values()) >= 1.0:
+        return None
+    said, axis = meaning(k, 1e-4, exhibit.axes)
+    text = (
+        f"right before clipping, {number(k)} x the reference after it, and the norm is right: it "
+        f"is held against {number(k)} x the limit" + (f" = {said}" if said else "")
+    )
+    if right >= 1.0:
+        text = "clipped by a right norm where one device does not clip: the limit is smaller"
+    return cause("norm_clip", text, tensors=[*wrong, *_parameters(exhibit)], ranks=row.ranks,
+                 factor=k, axis=axis)  # fmt: skip
+
+
+def never_clipped(exhibit: Exhibit, row: Row) -> Cause | None:
+    """`norm_clip`: one device clips its gradients, here they reach the optimizer as they are."""
+    entry = exhibit.store.entry(exhibit.step, "clipping", "clip_factor")
+    if entry is None or entry.value is None or entry.value >= 1.0:
+        return None
+    if any(exhibit.locals(r) for r in exhibit.stage_rows("clipping")):
+        return None
+    rows = [r for r in exhibit.stage_rows("gradients") if exhibit.locals(r)]
+    rows = [r for r in rows if bool(exhibit.reference(r).any())]
+    if not rows or not all(_is_right(exhibit, r) for r in rows):
+        return None
+    names = names_of(exhibit.mismatches(row.stage))
+    text = (
+        f"one device clips its gradients ({number(entry.value)} x), here they reach the optimizer "
+        f"unclipped, {number(1.0 / entry.value)} x too large: {listed(names)}"
+    )
+    tensors = list(dict.fromkeys([*names, *_parameters(exhibit)]))
+    return cause("norm_clip", text, tensors=tensors, ranks=row.ranks, factor=1.0 / entry.value)
 
 
 def _parameters(exhibit: Exhibit) -> list[str]:

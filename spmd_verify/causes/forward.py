@@ -234,35 +234,6 @@ def excess_of(exhibit: Exhibit, row: Row) -> Tensor | None:
     return None if found is None else found - exhibit.reference(row)
 
 
-def unreduced_output(exhibit: Exhibit, row: Row) -> Cause | None:
-    """`missing_reduction`: a value used here is only this rank's summand."""
-    before = _partial_before(exhibit, row)
-    if before is None:
-        return None
-    name, axes, how = before
-    text = (
-        f"{name}: {how} over {', '.join(axes)} equals the reference, yet {row.name} is computed "
-        f"from one rank's value: the all-reduce over {', '.join(axes)} is missing"
-    )
-    return cause(
-        "missing_reduction", text, tensors=[name, row.name, *affected(exhibit)], ranks=row.ranks,
-        axis=axes[0],
-    )  # fmt: skip
-
-
-def _partial_before(exhibit: Exhibit, row: Row) -> tuple[str, tuple[str, ...], str] | None:
-    """Return the last module output up to this one that is a summand: name, axes, SUM or MEAN."""
-    rows = exhibit.stage_rows("module_outputs")
-    names = [r.name for r in rows]
-    end = names.index(row.name) if row.stage == "module_outputs" and row.name in names else None
-    upto = rows if end is None else rows[: end + 1]
-    for each in reversed(upto):
-        found = partial_over(exhibit, each)
-        if found is not None:
-            return (each.name, *found)
-    return None
-
-
 def partial_over(exhibit: Exhibit, row: Row) -> tuple[tuple[str, ...], str] | None:
     """Return the axes over which ranks' outputs add up to the reference, if any do.
 
@@ -312,6 +283,8 @@ def whole_factor(exhibit: Exhibit, row: Row) -> Cause | None:
     excess, whole = excess_of(exhibit, row), exhibit.reference(row)
     if excess is None or not bool(whole.any()):
         return None
+    if whole.numel() == 1 and exhibit.copies_differ(row):
+        return _own_denominators(exhibit, row)
     k = 1.0 + float((excess * whole).sum() / whole.square().sum())
     left = left_by(excess, whole, k - 1.0)
     tolerance = 2.0 * exhibit.tolerance(row)
@@ -323,6 +296,24 @@ def whole_factor(exhibit: Exhibit, row: Row) -> Cause | None:
         "factor", text, residual=exhibit.multiple(row, left), factor=k, axis=axis,
         tensors=[row.name, *affected(exhibit)], ranks=row.ranks,
     )  # fmt: skip
+
+
+def _own_denominators(exhibit: Exhibit, row: Row) -> Cause | None:
+    """`mean_of_means`: every rank divides the whole sum by its own share of the denominator."""
+    held, whole = exhibit.locals(row), float(exhibit.reference(row).reshape(-1)[0])
+    ratios = {exhibit.rank_of(at): float(v.reshape(-1)[0]) / whole for at, v in held.items()}
+    if min(ratios.values()) <= 1.0:
+        return None
+    if abs(math.fsum(1.0 / k for k in ratios.values()) - 1.0) > 1e-5:
+        return None
+    shown = ", ".join(f"rank {rank}: {number(k)} x" for rank, k in sorted(ratios.items()))
+    text = (
+        f"{row.name} is another multiple of the reference on every rank ({shown}), and the inverses "
+        f"add up to 1: each rank divides the sum over all by a denominator it has counted alone"
+    )
+    tensors = [row.name, *affected(exhibit)]
+    return cause("mean_of_means", text, tensors=tensors, ranks=row.ranks,
+                 remedy="Sum the denominators over the ranks, too")  # fmt: skip
 
 
 def additive_loss(exhibit: Exhibit, row: Row) -> Cause | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Final, NamedTuple
 
@@ -19,7 +19,7 @@ from spmd_verify.causes.words import (
     ranks_text,
 )
 from spmd_verify.exhibit import Exhibit, Piece, fit
-from spmd_verify.layouts import take_region
+from spmd_verify.layouts import Coordinate, take_region
 from spmd_verify.norms import as_real
 from spmd_verify.record import Cause, Row
 
@@ -57,6 +57,8 @@ def unused(exhibit: Exhibit, row: Row) -> Cause | None:
             f"its reduction never sees those ranks"
         )
         return cause("unused", text, tensors=[row.name], ranks=without)
+    if not held and everyone:
+        return _without_any(exhibit, row)
     if not exhibit.fact("wrappers") or not exhibit.copies_differ(row):
         return None
     known = set(exhibit.store.names(exhibit.step, "gradients"))
@@ -69,6 +71,17 @@ def unused(exhibit: Exhibit, row: Row) -> Cause | None:
         f"it shares was never reduced; use find_unused_parameters or leave it out"
     )
     return cause("unused", text, tensors=[*names, *idle], ranks=row.ranks)
+
+
+def _without_any(exhibit: Exhibit, row: Row) -> Cause:
+    """`no_sync`: no rank has a gradient that one device has."""
+    names = [r.name for r in exhibit.mismatches(row.stage) if not exhibit.locals(r)]
+    wrappers = exhibit.fact("wrappers")
+    why = "what backward gave never reaches it: its reduction is switched off" if wrappers else (
+        "it is not used, or what backward gives is written elsewhere"
+    )  # fmt: skip
+    text = f"{listed(names)}: no rank has a gradient when the optimizer steps: {why}"
+    return cause("no_sync" if wrappers else "unused", text, tensors=names, ranks=row.ranks)
 
 
 def tied(exhibit: Exhibit, row: Row) -> Cause | None:
@@ -220,9 +233,14 @@ def _is_cut(exhibit: Exhibit, row: Row) -> bool:
 
 def is_own_data(exhibit: Exhibit, row: Row) -> bool:
     """Say whether every rank's gradient is a multiple of its own part's, all by one factor."""
-    factors = []
-    for at, local in exhibit.locals(row).items():
-        record = exhibit.part_records.get(at)
+    return is_own(exhibit, row, exhibit.locals(row))
+
+
+def is_own(exhibit: Exhibit, row: Row, ranks: Iterable[Coordinate]) -> bool:
+    """Say whether the gradient of some ranks is a multiple of their own part's, by one factor."""
+    factors, held = [], exhibit.locals(row)
+    for at in ranks:
+        local, record = held[at], exhibit.part_records.get(at)
         value = None if record is None else record["gradients"].get(row.name)
         part = exhibit.region(row, at)
         if value is None or part is None:

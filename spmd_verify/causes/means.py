@@ -169,7 +169,7 @@ def cross_sample(exhibit: Exhibit, row: Row) -> Cause | None:
     if not fits:
         return None
     names = [row.name, *affected(exhibit)]
-    over = ", ".join(filter(exhibit.is_data_axis, exhibit.wide_axes))
+    over = ", ".join(exhibit.sample_axes)
     text = (
         f"each rank's loss sees only its own samples: the mean of the per-rank losses over "
         f"{over} is not the loss of the whole batch, which couples samples"
@@ -188,7 +188,7 @@ def _is_split_by_data(exhibit: Exhibit) -> bool:
     axes = list(exhibit.axes)
     first = exhibit.distinct_parts[0]
     return any(
-        exhibit.is_data_axis(axis) and at[i] != first[i]
+        axis in exhibit.sample_axes and at[i] != first[i]
         for at in exhibit.distinct_parts
         for i, axis in enumerate(axes)
     )

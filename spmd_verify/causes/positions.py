@@ -40,6 +40,15 @@ def position(exhibit: Exhibit, row: Row) -> Cause | None:
         )
         tensors = [row.name, *affected(exhibit)]
         return cause("position", text, tensors=tensors, ranks=sorted(wrong))
+    if wrong and right and _is_along_sample(exhibit, regions):
+        over = ", ".join(axis for axis in exhibit.wide_axes if axis not in exhibit.sample_axes)
+        text = (
+            f"{row.name} is right on {ranks_text(right)} and wrong on {ranks_text(wrong)}"
+            f"{_rows_of(exhibit, row, regions, tolerance)}: positions or masks there belong to "
+            f"another part of what {over} cuts"
+        )
+        tensors = [row.name, *affected(exhibit)]
+        return cause("position", text, tensors=tensors, ranks=sorted(wrong))
     summed = _lookup_without_offset(exhibit, row, tolerance)
     summed = summed or _some_rows_of_sum(exhibit, row, tolerance)
     if summed is not None:
@@ -48,6 +57,14 @@ def position(exhibit: Exhibit, row: Row) -> Cause | None:
     if found is None or found.ndim < 2:
         return None
     return _boundary(exhibit, row, found, tolerance)
+
+
+def _is_along_sample(exhibit: Exhibit, regions: dict) -> bool:
+    """Say whether ranks have parts of the same samples: pieces of a dim between first and last."""
+    ranges = [part.ranges for part in regions]
+    dims = len(ranges[0]) if ranges else 0
+    is_cut = any(len({each[dim] for each in ranges}) > 1 for dim in range(1, dims - 1))
+    return is_cut and set(exhibit.sample_axes) != set(exhibit.wide_axes)
 
 
 def _lookup_without_offset(exhibit: Exhibit, row: Row, tolerance: float) -> Cause | None:

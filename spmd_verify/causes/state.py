@@ -127,8 +127,11 @@ def optimizer_state(exhibit: Exhibit, row: Row) -> Cause | None:
     rows = exhibit.mismatches("optimizer_state")
     names = names_of(rows)
     optimizers = ", ".join(exhibit.fact("optimizers") or ["the optimizer"])
+    set_within = _number_of_step(exhibit, row)
+    if set_within is not None:
+        return set_within
     text = f"{listed(names)} of {optimizers}: wrong while every gradient agrees"
-    detail = _state_detail(exhibit, row)
+    detail = _started_anew(exhibit, row) or _state_detail(exhibit, row)
     return cause(
         "optimizer_state",
         f"{text}{': ' + detail if detail else ''}",
@@ -137,8 +140,58 @@ def optimizer_state(exhibit: Exhibit, row: Row) -> Cause | None:
     )
 
 
+def _number_of_step(exhibit: Exhibit, row: Row) -> Cause | None:
+    """`inputs`: the ranks whose state is wrong set a number of the optimizer within the step."""
+    wrong = _wrong_ranks(exhibit, row)
+    for n in exhibit.mismatches_of_numbers(row.step + 1):
+        # The learning rate enters no state that is an average of gradients.
+        if n.name.rpartition(".")[2] == "lr" or sorted(n.ranks) != sorted(wrong):
+            continue
+        names = names_of(exhibit.mismatches("optimizer_state"))
+        text = (
+            f"{_number_text(n)} after the step on {ranks_text(wrong)}, where the state of "
+            f"{listed(_owners(names))} is wrong while every gradient agrees: it is set within the "
+            f"step"
+        )
+        return cause("inputs", text, ranks=wrong, tensors=[n.name, *names, *_owners(names)])
+    return None
+
+
+def _started_anew(exhibit: Exhibit, row: Row) -> str:
+    """Say that the state was lost before the step, where it is what a first step leaves."""
+    if row.step == 0:
+        return ""
+    for each in exhibit.mismatches("optimizer_state"):
+        owner, _, key = each.name.rpartition(".")
+        found, right = exhibit.assembled(each), exhibit.reference(each)
+        if found is None:
+            continue
+        if key == "step" and float(found.max()) == 1.0 < float(right.max()):
+            others = [r for r in exhibit.mismatches("optimizer_state")
+                      if r.name.startswith(f"{owner}.") and r.name != each.name]  # fmt: skip
+            if any(not _is_of_step_before(exhibit, r) for r in others):
+                return f"the state was lost, the counter is 1 where {float(right.max()):g} is due"
+        gradient = exhibit.by_key.get((row.run, row.step, "clipping", owner)) or exhibit.by_key.get(
+            (row.run, row.step, "gradients", owner)
+        )
+        if key == "momentum_buffer" and gradient is not None and found.any():
+            left = float((found - exhibit.reference(gradient)).norm())
+            if left <= exhibit.tolerance(each):
+                return "the momentum was lost: the buffer is this step's gradient alone"
+    return ""
+
+
+def _is_of_step_before(exhibit: Exhibit, row: Row) -> bool:
+    """Say whether state is still that of the step before."""
+    found, before = exhibit.assembled(row), exhibit.reference(row, row.step - 1)
+    return found is not None and float((found - before).norm()) <= exhibit.tolerance(row)
+
+
 def only_here(exhibit: Exhibit, row: Row) -> Cause | None:
     """`unused`: a gradient or state of a parameter that one device does not train."""
+    base, _, call = row.name.partition("#")
+    if call and base in exhibit.store.index.trainable:
+        return _once_more(exhibit, row, int(call))
     if exhibit.is_known(row) or row.name in exhibit.store.index.trainable:
         return None
     names = [
@@ -152,6 +205,25 @@ def only_here(exhibit: Exhibit, row: Row) -> Cause | None:
         f"lost when the parameter was replaced"
     )
     return cause("unused", text, tensors=names, ranks=row.ranks)
+
+
+def _once_more(exhibit: Exhibit, row: Row, times: int) -> Cause:
+    """Say that gradients are clipped behind the update, or that there is one update too many."""
+    rows = [r for r in exhibit.rows if r.stage == row.stage and r.step == row.step
+            and r.verdict == row.verdict and not exhibit.is_known(r)]  # fmt: skip
+    names = list(dict.fromkeys(r.name.partition("#")[0] for r in rows if "#" in r.name))
+    clipping = {bool(r.shape): bool(exhibit.locals(r)) for r in exhibit.stage_rows("clipping")}
+    if clipping.get(False) and clipping.get(True) is False:
+        text = (
+            f"{listed(names)}: clipped when the optimizer has stepped already: the update is made "
+            f"of unclipped gradients"
+        )
+        return cause("norm_clip", text, ranks=row.ranks, tensors=[row.name, *names])
+    text = (
+        f"{listed(names)}: the optimizer steps {times} times within the step, on one device "
+        f"{times - 1} {'time' if times == 2 else 'times'}: every update is made again"
+    )
+    return cause("optimizer_state", text, ranks=row.ranks, tensors=[row.name, *names])
 
 
 def _owners(names: list[str]) -> list[str]:

@@ -310,6 +310,29 @@ def scaled_update(exhibit: Exhibit, row: Row) -> Cause | None:
     )  # fmt: skip
 
 
+def scaled_value(exhibit: Exhibit, row: Row) -> Cause | None:
+    """`factor`: the parameter itself is k times the reference's after the step."""
+    found, whole = exhibit.assembled(row), exhibit.reference(row)
+    if found is None or whole.numel() < 4 or exhibit.copies_differ(row) or not bool(whole.any()):
+        return None
+    k = float((found * whole).sum() / whole.square().sum())
+    tolerance = 4.0 * exhibit.tolerance(row)
+    left = left_by(found, whole, k)
+    if left > tolerance * max(1.0, abs(k)) or left_by(found, whole, 1.0) <= tolerance:
+        return None
+    names = names_of(exhibit.mismatches("parameters"))
+    said, axis = meaning(k, max(tolerance / float(whole.norm()), 1e-6), exhibit.axes)
+    text = (
+        f"{listed(names)}: the values themselves are {number(k)} x the reference's after the step"
+        + (f": {said}" if said else "")
+        + ", not their update: they are written, summed or decayed beside the optimizer"
+    )
+    return cause(
+        "factor", text, residual=exhibit.multiple(row, left), tensors=names, factor=k, axis=axis,
+        ranks=row.ranks,
+    )  # fmt: skip
+
+
 def replicas_drift(exhibit: Exhibit, row: Row) -> Cause | None:
     """`no_sync`: replicas of a parameter differ after the step."""
     if not exhibit.copies_differ(row):
