@@ -34,12 +34,13 @@ def exchanged(exhibit: Exhibit, row: Row) -> Cause | None:
                     f"places, where they are packed, gathered or handed out in another order"
                 )
                 return _cause(exhibit, row, text, other)
-            counted = _sum_of_both(exhibit, row, own, right, value)
-            if counted is not None:
+            # Parameters may follow others, by right: an average of weights does.
+            k = _sum_of_both(exhibit, row, own, right, value) if what == "gradient" else None
+            if k is not None:
                 text = (
-                    f"the {what} of {row.name} is {counted[0]:.4g} x its own + "
-                    f"{counted[1]:.4g} x that of {other}: different parameters meet in one "
-                    f"reduction over {', '.join(exhibit.wide_axes)}"
+                    f"the gradient of {row.name} is {k:.4g} x the sum of its own and that of "
+                    f"{other}: different parameters meet in one reduction over "
+                    f"{', '.join(exhibit.wide_axes)}"
                 )
                 return _cause(exhibit, row, text, other)
     return None
@@ -78,15 +79,15 @@ def _compared(
 
 def _sum_of_both(
     exhibit: Exhibit, row: Row, own: Tensor, right: Tensor, other: Tensor
-) -> tuple[float, float] | None:
-    """Return how its own and another tensor count in one, None where that does not fit."""
+) -> float | None:
+    """Return how its own and another tensor count in one, both alike; None where they do not."""
     scale = float(own.norm())
     if own.numel() < 2 * _FEWEST_ELEMENTS or not scale:
         return None
     weights = fit([right, other], own, 2.0 * exhibit.tolerance(row) / scale)
-    if weights is None or min(map(abs, weights)) < 1e-2:
+    if weights is None or abs(weights[0] - weights[1]) > 1e-3 * abs(weights[0]):
         return None
-    return weights[0], weights[1]
+    return weights[0]
 
 
 def reduced_to_some(exhibit: Exhibit, row: Row) -> Cause | None:

@@ -213,7 +213,7 @@ def _once_more(exhibit: Exhibit, row: Row, times: int) -> Cause:
             and r.verdict == row.verdict and not exhibit.is_known(r)]  # fmt: skip
     names = list(dict.fromkeys(r.name.partition("#")[0] for r in rows if "#" in r.name))
     clipping = {bool(r.shape): bool(exhibit.locals(r)) for r in exhibit.stage_rows("clipping")}
-    if clipping.get(False) and clipping.get(True) is False:
+    if clipping.get(False) and not clipping.get(True):
         text = (
             f"{listed(names)}: clipped when the optimizer has stepped already: the update is made "
             f"of unclipped gradients"
