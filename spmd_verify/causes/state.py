@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from spmd_verify.causes.patterns import before_step
 from spmd_verify.causes.words import cause, listed, names_of, number, ranks_text, rows_text
-from spmd_verify.exhibit import Exhibit
+from spmd_verify.exhibit import Exhibit, fit
 from spmd_verify.layouts import Coordinate, take_region
 from spmd_verify.record import Cause, Row
 from spmd_verify.seen_inputs import Argument
@@ -175,9 +176,13 @@ def _started_anew(exhibit: Exhibit, row: Row) -> str:
             (row.run, row.step, "gradients", owner)
         )
         if key == "momentum_buffer" and gradient is not None and found.any():
-            left = float((found - exhibit.reference(gradient)).norm())
-            if left <= exhibit.tolerance(each):
-                return "the momentum was lost: the buffer is this step's gradient alone"
+            columns = [exhibit.reference(gradient)]
+            parameter = exhibit.by_key.get((row.run, row.step, "parameters", owner))
+            before = None if parameter is None else before_step(exhibit, parameter)
+            columns += [] if before is None else [before]  # weight decay
+            weights = fit(columns, found, exhibit.tolerance(each) / float(found.norm()))
+            if weights is not None and abs(weights[0] - 1.0) < 1e-4:
+                return "the momentum was lost: the buffer is made of this step's gradient alone"
     return ""
 
 
