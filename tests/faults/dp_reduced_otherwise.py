@@ -1,5 +1,5 @@
-"""Collectives that run and do not sum for all: `bad_root` reduces to rank 0 and sends nothing back, `bad_max` takes the
-largest of the ranks' gradients. The twin sums everywhere.
+"""Collectives that run and do not sum for all: `bad_root` reduces to rank 0 and sends nothing back,
+`bad_max` takes the largest of the ranks' gradients. The twin sums everywhere.
 Class: https://github.com/NVIDIA/Megatron-LM/issues/1446 (gradients that differ by rank)
 """
 

@@ -1,5 +1,6 @@
-"""Two experts, one on each rank, both called by every token. Their gradients are all-reduced over ep like the dense ones,
-so two different experts meet in one sum. The twin leaves experts to their owner.
+"""Two experts, one on each rank, both called by every token. Their gradients are all-reduced over
+ep like the dense ones, so two different experts meet in one sum. The twin leaves experts to
+their owner.
 Class: https://github.com/laekov/fastmoe/issues/106 (gradients of experts)
 """
 

@@ -1,6 +1,8 @@
-"""Gate and up stored per rank as (its gate, its up) on a dp x tp mesh, which is right and puts the columns of that output
-in another order on every rank. `bad` adds the bias of the layer behind it on both tp ranks. The twin adds it once.
-Class: https://github.com/NVIDIA/Megatron-LM/issues/673 (a bias counted tp times), a storage order as false-alarm trap
+"""Gate and up stored per rank as (its gate, its up) on a dp x tp mesh, which is right and puts the
+columns of that output in another order on every rank. `bad` adds the bias of the layer behind it
+on both tp ranks. The twin adds it once.
+Class: https://github.com/NVIDIA/Megatron-LM/issues/673 (a bias counted tp times), a storage
+order as false-alarm trap
 """
 
 import torch

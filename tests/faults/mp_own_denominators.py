@@ -1,5 +1,6 @@
-"""A loss that is whole on every rank of tp, divided by a count of labels that is not: each rank counts those of its own
-part of the vocabulary (`bad_own`). `bad_twice` divides what is reduced already by the ranks. The twin counts all labels.
+"""A loss that is whole on every rank of tp, divided by a count of labels that is not: each rank
+counts those of its own part of the vocabulary (`bad_own`). `bad_twice` divides what is reduced
+already by the ranks. The twin counts all labels.
 Class: https://github.com/NVIDIA/Megatron-LM/pull/3768 (strength that varies with tp)
 """
 

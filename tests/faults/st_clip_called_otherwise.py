@@ -1,5 +1,5 @@
-"""Four ways to clip otherwise than one device does, by torch's own function: after the update, tensor by tensor, with
-half the limit, not at all. The twin clips once, before the update.
+"""Four ways to clip otherwise than one device does, by torch's own function: after the update,
+tensor by tensor, with half the limit, not at all. The twin clips once, before the update.
 Class: https://github.com/allenai/OLMo/pull/601 (clipping of its own)
 """
 

@@ -1,5 +1,5 @@
-"""One flat buffer for all gradients, packed in one order and unpacked in another: two layers of one shape trade theirs.
-The twin unpacks as it packed.
+"""One flat buffer for all gradients, packed in one order and unpacked in another: two layers of one
+shape trade theirs. The twin unpacks as it packed.
 Class: https://github.com/NVIDIA/Megatron-LM/pull/6500 (raw buffers with other offsets)
 """
 

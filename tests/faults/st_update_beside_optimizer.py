@@ -1,6 +1,7 @@
-"""Gradients right, updates not: `bad_twice` steps the optimizer once for every owner, `bad_lost` clears its state before
-each step, `bad_decay` switches decay off on all ranks but the first, `bad_mean` sums the replicas' weights after the step
-and divides by one rank too few. The twin does nothing beside the step.
+"""Gradients right, updates not: `bad_twice` steps the optimizer once for every owner, `bad_lost`
+clears its state before each step, `bad_decay` switches decay off on all ranks but the first,
+`bad_mean` sums the replicas' weights after the step and divides by one rank too few. The twin
+does nothing beside the step.
 Class: https://github.com/NVIDIA/Megatron-LM/issues/5974 (same gradient, other step)
 """
 
