@@ -11,7 +11,7 @@ from torch import Tensor
 from spmd_verify.causes.gradients import is_own, left_by, part_gradients
 from spmd_verify.causes.patterns import before_step
 from spmd_verify.causes.words import cause, listed, names_of, ranks_text
-from spmd_verify.exhibit import Exhibit, fit
+from spmd_verify.exhibit import Exhibit
 from spmd_verify.layouts import take_region
 from spmd_verify.record import Cause, Row
 
@@ -81,13 +81,12 @@ def _sum_of_both(
     exhibit: Exhibit, row: Row, own: Tensor, right: Tensor, other: Tensor
 ) -> float | None:
     """Return how its own and another tensor count in one, both alike; None where they do not."""
-    scale = float(own.norm())
-    if own.numel() < 2 * _FEWEST_ELEMENTS or not scale:
-        return None
-    weights = fit([right, other], own, 2.0 * exhibit.tolerance(row) / scale)
-    if weights is None or abs(weights[0] - weights[1]) > 1e-3 * abs(weights[0]):
-        return None
-    return weights[0]
+    both = right + other
+    power = float(both.square().sum())
+    k = float((own * both).sum()) / power if power else 0.0
+    tolerance = 2.0 * exhibit.tolerance(row) * max(1.0, abs(k))
+    is_seen = abs(k) * float(other.norm()) > 2.0 * tolerance
+    return k if is_seen and left_by(own, both, k) <= tolerance else None
 
 
 def reduced_to_some(exhibit: Exhibit, row: Row) -> Cause | None:

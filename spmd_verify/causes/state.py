@@ -172,12 +172,12 @@ def _started_anew(exhibit: Exhibit, row: Row) -> str:
                       if r.name.startswith(f"{owner}.") and r.name != each.name]  # fmt: skip
             if any(not _is_of_step_before(exhibit, r) for r in others):
                 return f"the state was lost, the counter is 1 where {float(right.max()):g} is due"
-        gradient = exhibit.by_key.get((row.run, row.step, "clipping", owner)) or exhibit.by_key.get(
-            (row.run, row.step, "gradients", owner)
-        )
+        rows = [*exhibit.stage_rows("clipping"), *exhibit.stage_rows("gradients")]
+        gradient = next((r for r in rows if r.name == owner), None)
         if key == "momentum_buffer" and gradient is not None and found.any():
             columns = [exhibit.reference(gradient)]
-            parameter = exhibit.by_key.get((row.run, row.step, "parameters", owner))
+            rows = exhibit.stage_rows("parameters")
+            parameter = next((r for r in rows if r.name == owner), None)
             before = None if parameter is None else before_step(exhibit, parameter)
             columns += [] if before is None else [before]  # weight decay
             weights = fit(columns, found, exhibit.tolerance(each) / float(found.norm()))
