@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import torch
@@ -18,7 +18,11 @@ from spmd_verify.record import Cause, Row
 # Fewer elements fit other tensors by chance.
 _FEWEST_ELEMENTS: Final = 4
 # What a collective may compute instead of a sum.
-_OPERATIONS: Final = {"MAX": torch.amax, "MIN": torch.amin, "PRODUCT": torch.prod}
+_OPERATIONS: Final[dict[str, Callable[..., Tensor]]] = {
+    "MAX": torch.amax,
+    "MIN": torch.amin,
+    "PRODUCT": torch.prod,
+}
 
 
 def exchanged(exhibit: Exhibit, row: Row) -> Cause | None:

@@ -402,7 +402,7 @@ def _joined(
     exhibit: Exhibit, held: Mapping[Coordinate, Tensor], whole: Tensor
 ) -> Mapping[Coordinate, Tensor]:
     """Return the ranks' outputs with samples that an axis cuts put together again."""
-    for axis in exhibit.sample_axes if len(exhibit.wide_axes) > 1 and whole.ndim else ():
+    for axis in sample_axes(exhibit) if len(exhibit.wide_axes) > 1 and whole.ndim else ():
         lines = exhibit.lines(axis, held)
         sizes = [sum(held[at].shape[0] for at in line if held[at].ndim) for line in lines]
         others = {tuple(held[at].shape[1:]) for at in held}
@@ -410,6 +410,17 @@ def _joined(
             held = {line[0]: torch.cat([held[at] for at in line]) for line in lines}
             break
     return held
+
+
+def sample_axes(exhibit: Exhibit) -> list[str]:
+    """Return the axes whose ranks train on other samples, also by `input_sharding()`."""
+    seen = {at: tuple(exhibit.seen.samples(at)) for at in exhibit.part_batches}
+    return [
+        axis
+        for axis in exhibit.wide_axes
+        if exhibit.is_data_axis(axis)
+        or any(len({seen[at] for at in line}) > 1 for line in exhibit.lines(axis, seen))
+    ]
 
 
 def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from spmd_verify.causes.forward import affected
+from spmd_verify.causes.forward import affected, sample_axes
 from spmd_verify.causes.gradients import counted, factor_of, spread
 from spmd_verify.causes.words import cause, listed, meaning, names_of, number
 from spmd_verify.denominators import denominators
@@ -208,7 +208,7 @@ def cross_sample(exhibit: Exhibit, row: Row) -> Cause | None:
     if not fits:
         return None
     names = [row.name, *affected(exhibit)]
-    over = ", ".join(exhibit.sample_axes)
+    over = ", ".join(sample_axes(exhibit))
     text = (
         f"each rank's loss sees only its own samples: the mean of the per-rank losses over "
         f"{over} is not the loss of the whole batch, which couples samples"
@@ -226,8 +226,9 @@ def _is_split_by_data(exhibit: Exhibit) -> bool:
     """Say whether ranks have other samples, not other parts of the same ones."""
     axes = list(exhibit.axes)
     first = exhibit.distinct_parts[0]
+    data = sample_axes(exhibit)
     return any(
-        axis in exhibit.sample_axes and at[i] != first[i]
+        axis in data and at[i] != first[i]
         for at in exhibit.distinct_parts
         for i, axis in enumerate(axes)
     )
