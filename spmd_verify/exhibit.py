@@ -257,17 +257,6 @@ class Exhibit:
         """Say whether ranks of an axis train on other samples."""
         return axis in DATA_AXES
 
-    @cached_property
-    def sample_axes(self) -> list[str]:
-        """Return the axes whose ranks train on other samples, also by `input_sharding()`."""
-        seen = {at: tuple(self.seen.samples(at)) for at in self.part_batches}
-        return [
-            axis
-            for axis in self.wide_axes
-            if self.is_data_axis(axis)
-            or any(len({seen[at] for at in line}) > 1 for line in self.lines(axis, seen))
-        ]
-
     def rank_of(self, coordinate: Coordinate) -> int:
         """Return a coordinate's rank."""
         return self.dump.ranks[coordinate]

@@ -53,6 +53,8 @@ LOSS: Final[Sequence[Hypothesis]] = (
     positions.shard_as_sequence,
     means.mean_of_sample_means,
     forward.additive_loss,
+    means.own_denominators,
+    means.factor_of_mean,
     forward.whole_factor,
     unreduced.unreduced_output,
     fused.fused_projection,

@@ -284,7 +284,8 @@ def never_clipped(exhibit: Exhibit, row: Row) -> Cause | None:
         f"one device clips its gradients ({number(entry.value)} x), here they reach the optimizer "
         f"unclipped, {number(1.0 / entry.value)} x too large: {listed(names)}"
     )
-    tensors = list(dict.fromkeys([*names, *_parameters(exhibit)]))
+    owners = [r.name for r in rows if any(name.startswith(f"{r.name}.") for name in names)]
+    tensors = list(dict.fromkeys([*names, *owners, *_parameters(exhibit)]))
     return cause("norm_clip", text, tensors=tensors, ranks=row.ranks, factor=1.0 / entry.value)
 
 

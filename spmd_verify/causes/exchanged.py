@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import torch
@@ -11,14 +11,18 @@ from torch import Tensor
 from spmd_verify.causes.gradients import is_own, left_by, part_gradients
 from spmd_verify.causes.patterns import before_step
 from spmd_verify.causes.words import cause, listed, names_of, ranks_text
-from spmd_verify.exhibit import Exhibit, fit
+from spmd_verify.exhibit import Exhibit
 from spmd_verify.layouts import take_region
 from spmd_verify.record import Cause, Row
 
 # Fewer elements fit other tensors by chance.
 _FEWEST_ELEMENTS: Final = 4
 # What a collective may compute instead of a sum.
-_OPERATIONS: Final = {"MAX": torch.amax, "MIN": torch.amin, "PRODUCT": torch.prod}
+_OPERATIONS: Final[dict[str, Callable[..., Tensor]]] = {
+    "MAX": torch.amax,
+    "MIN": torch.amin,
+    "PRODUCT": torch.prod,
+}
 
 
 def exchanged(exhibit: Exhibit, row: Row) -> Cause | None:
@@ -34,12 +38,13 @@ def exchanged(exhibit: Exhibit, row: Row) -> Cause | None:
                     f"places, where they are packed, gathered or handed out in another order"
                 )
                 return _cause(exhibit, row, text, other)
-            counted = _sum_of_both(exhibit, row, own, right, value)
-            if counted is not None:
+            # Parameters may follow others, by right: an average of weights does.
+            k = _sum_of_both(exhibit, row, own, right, value) if what == "gradient" else None
+            if k is not None:
                 text = (
-                    f"the {what} of {row.name} is {counted[0]:.4g} x its own + "
-                    f"{counted[1]:.4g} x that of {other}: different parameters meet in one "
-                    f"reduction over {', '.join(exhibit.wide_axes)}"
+                    f"the gradient of {row.name} is {k:.4g} x the sum of its own and that of "
+                    f"{other}: different parameters meet in one reduction over "
+                    f"{', '.join(exhibit.wide_axes)}"
                 )
                 return _cause(exhibit, row, text, other)
     return None
@@ -78,15 +83,14 @@ def _compared(
 
 def _sum_of_both(
     exhibit: Exhibit, row: Row, own: Tensor, right: Tensor, other: Tensor
-) -> tuple[float, float] | None:
-    """Return how its own and another tensor count in one, None where that does not fit."""
-    scale = float(own.norm())
-    if own.numel() < 2 * _FEWEST_ELEMENTS or not scale:
-        return None
-    weights = fit([right, other], own, 2.0 * exhibit.tolerance(row) / scale)
-    if weights is None or min(map(abs, weights)) < 1e-2:
-        return None
-    return weights[0], weights[1]
+) -> float | None:
+    """Return how its own and another tensor count in one, both alike; None where they do not."""
+    both = right + other
+    power = float(both.square().sum())
+    k = float((own * both).sum()) / power if power else 0.0
+    tolerance = 2.0 * exhibit.tolerance(row) * max(1.0, abs(k))
+    is_seen = abs(k) * float(other.norm()) > 2.0 * tolerance
+    return k if is_seen and left_by(own, both, k) <= tolerance else None
 
 
 def reduced_to_some(exhibit: Exhibit, row: Row) -> Cause | None:

@@ -284,7 +284,7 @@ def whole_factor(exhibit: Exhibit, row: Row) -> Cause | None:
     if excess is None or not bool(whole.any()):
         return None
     if whole.numel() == 1 and exhibit.copies_differ(row):
-        return _own_denominators(exhibit, row)
+        return None  # every rank has a number of its own
     k = 1.0 + float((excess * whole).sum() / whole.square().sum())
     left = left_by(excess, whole, k - 1.0)
     tolerance = 2.0 * exhibit.tolerance(row)
@@ -296,24 +296,6 @@ def whole_factor(exhibit: Exhibit, row: Row) -> Cause | None:
         "factor", text, residual=exhibit.multiple(row, left), factor=k, axis=axis,
         tensors=[row.name, *affected(exhibit)], ranks=row.ranks,
     )  # fmt: skip
-
-
-def _own_denominators(exhibit: Exhibit, row: Row) -> Cause | None:
-    """`mean_of_means`: every rank divides the whole sum by its own share of the denominator."""
-    held, whole = exhibit.locals(row), float(exhibit.reference(row).reshape(-1)[0])
-    ratios = {exhibit.rank_of(at): float(v.reshape(-1)[0]) / whole for at, v in held.items()}
-    if min(ratios.values()) <= 1.0:
-        return None
-    if abs(math.fsum(1.0 / k for k in ratios.values()) - 1.0) > 1e-5:
-        return None
-    shown = ", ".join(f"rank {rank}: {number(k)} x" for rank, k in sorted(ratios.items()))
-    text = (
-        f"{row.name} is another multiple of the reference on every rank ({shown}), and the inverses "
-        f"add up to 1: each rank divides the sum over all by a denominator it has counted alone"
-    )
-    tensors = [row.name, *affected(exhibit)]
-    return cause("mean_of_means", text, tensors=tensors, ranks=row.ranks,
-                 remedy="Sum the denominators over the ranks, too")  # fmt: skip
 
 
 def additive_loss(exhibit: Exhibit, row: Row) -> Cause | None:
@@ -398,7 +380,10 @@ def rows_found(exhibit: Exhibit, row: Row) -> bool:
     base = row.name.partition("#")[0]
     calls = [r for r in exhibit.stage_rows(row.stage) if r.name.partition("#")[0] == base]
     wholes = [exhibit.reference(r) for r in calls]
-    parts = [local for r in exhibit.called(row.stage, base) for local in r.values()]
+    held = exhibit.called(row.stage, base)
+    parts = [local for r in held for local in r.values()]
+    if len(held) == len(wholes) == 1:
+        parts = list(_joined(exhibit, held[0], wholes[0]).values())
     if not parts or wholes[0].ndim == 0:
         return False
     tolerance = 4.0 * max(exhibit.tolerance(r) for r in calls)
@@ -419,6 +404,31 @@ def rows_found(exhibit: Exhibit, row: Row) -> bool:
         if is_known and is_covered:
             return True
     return False
+
+
+def _joined(
+    exhibit: Exhibit, held: Mapping[Coordinate, Tensor], whole: Tensor
+) -> Mapping[Coordinate, Tensor]:
+    """Return the ranks' outputs with samples that an axis cuts put together again."""
+    for axis in sample_axes(exhibit) if len(exhibit.wide_axes) > 1 and whole.ndim else ():
+        lines = exhibit.lines(axis, held)
+        sizes = [sum(held[at].shape[0] for at in line if held[at].ndim) for line in lines]
+        others = {tuple(held[at].shape[1:]) for at in held}
+        if lines and set(sizes) == {whole.shape[0]} and len(others) == 1:
+            held = {line[0]: torch.cat([held[at] for at in line]) for line in lines}
+            break
+    return held
+
+
+def sample_axes(exhibit: Exhibit) -> list[str]:
+    """Return the axes whose ranks train on other samples, also by `input_sharding()`."""
+    seen = {at: tuple(exhibit.seen.samples(at)) for at in exhibit.part_batches}
+    return [
+        axis
+        for axis in exhibit.wide_axes
+        if exhibit.is_data_axis(axis)
+        or any(len({seen[at] for at in line}) > 1 for line in exhibit.lines(axis, seen))
+    ]
 
 
 def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:

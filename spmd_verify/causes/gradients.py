@@ -356,7 +356,7 @@ def loss_term(exhibit: Exhibit, row: Row) -> Cause | None:
         left = left_by(excess, own, k)
         if left > tolerance * max(1.0, abs(k)) or abs(k) < 1e-4:
             continue
-        if not _all_excess(exhibit, term.gradients, k):
+        if not _all_excess(exhibit, term.gradients, k) or _is_any(exhibit, k):
             continue
         ratio = Fraction(k).limit_denominator(64)
         exactly = abs(k - float(ratio)) < 1e-3
@@ -369,6 +369,12 @@ def loss_term(exhibit: Exhibit, row: Row) -> Cause | None:
         residual = exhibit.multiple(row, left)
         return cause("additive", text, residual=residual, tensors=names, ranks=row.ranks, factor=k)
     return None
+
+
+def _is_any(exhibit: Exhibit, k: float) -> bool:
+    """Say whether a multiple says nothing: one number is some multiple of any other."""
+    size = sum(math.prod(r.shape) for r in exhibit.mismatches("gradients"))
+    return size < 2 and abs(k - float(Fraction(k).limit_denominator(8))) > 1e-4
 
 
 def _all_excess(exhibit: Exhibit, gradients: Mapping[str, Tensor], k: float) -> bool:

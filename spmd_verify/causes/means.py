@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from spmd_verify.causes.forward import affected
-from spmd_verify.causes.gradients import counted, spread
-from spmd_verify.causes.words import cause, listed, names_of, number
+from spmd_verify.causes.forward import affected, sample_axes
+from spmd_verify.causes.gradients import counted, factor_of, spread
+from spmd_verify.causes.words import cause, listed, meaning, names_of, number
 from spmd_verify.denominators import denominators
 from spmd_verify.exhibit import Exhibit, Piece
 from spmd_verify.layouts import Coordinate
@@ -143,6 +143,45 @@ def _by_axis(exhibit: Exhibit, pieces: Sequence[Piece], counts: Sequence[float])
     return "".join(said) or f"; over {', '.join(exhibit.wide_axes)}"
 
 
+def own_denominators(exhibit: Exhibit, row: Row) -> Cause | None:
+    """`mean_of_means`: ranks divide the whole sum by their own share of the denominator."""
+    if exhibit.reference(row).numel() != 1 or not exhibit.copies_differ(row):
+        return None
+    held, whole = exhibit.locals(row), float(exhibit.reference(row).reshape(-1)[0])
+    ratios = {exhibit.rank_of(at): float(v.reshape(-1)[0]) / whole for at, v in held.items()}
+    if min(ratios.values()) <= 1.0:
+        return None
+    if abs(math.fsum(1.0 / k for k in ratios.values()) - 1.0) > 1e-5:
+        return None
+    shown = ", ".join(f"rank {rank}: {number(k)} x" for rank, k in sorted(ratios.items()))
+    text = (
+        f"{row.name} is another multiple of the reference on each rank ({shown}), and the inverses "
+        f"add up to 1: each rank divides the sum over all by a denominator it has counted alone"
+    )
+    tensors = [row.name, *affected(exhibit)]
+    return cause("mean_of_means", text, tensors=tensors, ranks=row.ranks,
+                 remedy="Sum the denominators over the ranks, too")  # fmt: skip
+
+
+def factor_of_mean(exhibit: Exhibit, row: Row) -> Cause | None:
+    """`factor`: the ranks' own losses have k times the reference's mean, and so has a gradient."""
+    if exhibit.reference(row).numel() != 1 or not exhibit.copies_differ(row):
+        return None
+    whole = float(exhibit.reference(row).reshape(-1)[0])
+    values = [float(v.reshape(-1)[0]) for v in exhibit.locals(row).values()]
+    k = math.fsum(values) / len(values) / whole
+    known = (factor_of(exhibit, r) for r in exhibit.mismatches("gradients"))
+    found = next((each for each in known if each is not None), None)
+    if found is None or abs(k / found.k - 1.0) > 1e-4:
+        return None
+    said, axis = meaning(k, 1e-5, exhibit.axes)
+    text = f"{row.name} is {number(k)} x the reference as the mean over ranks, as gradients are" + (
+        f": {said}" if said else ""
+    )
+    tensors = [row.name, *affected(exhibit)]
+    return cause("factor", text, factor=k, axis=axis, tensors=tensors, ranks=row.ranks)
+
+
 def cross_sample(exhibit: Exhibit, row: Row) -> Cause | None:
     """`cross_sample`: the mean of per-rank losses of a loss that couples samples."""
     weights = exhibit.weights
@@ -169,7 +208,7 @@ def cross_sample(exhibit: Exhibit, row: Row) -> Cause | None:
     if not fits:
         return None
     names = [row.name, *affected(exhibit)]
-    over = ", ".join(exhibit.sample_axes)
+    over = ", ".join(sample_axes(exhibit))
     text = (
         f"each rank's loss sees only its own samples: the mean of the per-rank losses over "
         f"{over} is not the loss of the whole batch, which couples samples"
@@ -187,8 +226,9 @@ def _is_split_by_data(exhibit: Exhibit) -> bool:
     """Say whether ranks have other samples, not other parts of the same ones."""
     axes = list(exhibit.axes)
     first = exhibit.distinct_parts[0]
+    data = sample_axes(exhibit)
     return any(
-        axis in exhibit.sample_axes and at[i] != first[i]
+        axis in data and at[i] != first[i]
         for at in exhibit.distinct_parts
         for i, axis in enumerate(axes)
     )

@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from spmd_verify.causes.forward import affected, excess_of, is_own_part, module_of, value_before
+from spmd_verify.causes.forward import (
+    affected,
+    excess_of,
+    is_own_part,
+    module_of,
+    sample_axes,
+    value_before,
+)
 from spmd_verify.causes.words import cause, ranks_text, rows_text
 from spmd_verify.exhibit import Exhibit
 from spmd_verify.layouts import take_region
@@ -41,7 +48,8 @@ def position(exhibit: Exhibit, row: Row) -> Cause | None:
         tensors = [row.name, *affected(exhibit)]
         return cause("position", text, tensors=tensors, ranks=sorted(wrong))
     if wrong and right and _is_along_sample(exhibit, regions):
-        over = ", ".join(axis for axis in exhibit.wide_axes if axis not in exhibit.sample_axes)
+        data = sample_axes(exhibit)
+        over = ", ".join(axis for axis in exhibit.wide_axes if axis not in data)
         text = (
             f"{row.name} is right on {ranks_text(right)} and wrong on {ranks_text(wrong)}"
             f"{_rows_of(exhibit, row, regions, tolerance)}: positions or masks there belong to "
@@ -64,7 +72,7 @@ def _is_along_sample(exhibit: Exhibit, regions: dict) -> bool:
     ranges = [part.ranges for part in regions]
     dims = len(ranges[0]) if ranges else 0
     is_cut = any(len({each[dim] for each in ranges}) > 1 for dim in range(1, dims - 1))
-    return is_cut and set(exhibit.sample_axes) != set(exhibit.wide_axes)
+    return is_cut and set(sample_axes(exhibit)) != set(exhibit.wide_axes)
 
 
 def _lookup_without_offset(exhibit: Exhibit, row: Row, tolerance: float) -> Cause | None:

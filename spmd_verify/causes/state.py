@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from spmd_verify.causes.patterns import before_step
 from spmd_verify.causes.words import cause, listed, names_of, number, ranks_text, rows_text
-from spmd_verify.exhibit import Exhibit
+from spmd_verify.exhibit import Exhibit, fit
 from spmd_verify.layouts import Coordinate, take_region
 from spmd_verify.record import Cause, Row
 from spmd_verify.seen_inputs import Argument
@@ -171,13 +172,17 @@ def _started_anew(exhibit: Exhibit, row: Row) -> str:
                       if r.name.startswith(f"{owner}.") and r.name != each.name]  # fmt: skip
             if any(not _is_of_step_before(exhibit, r) for r in others):
                 return f"the state was lost, the counter is 1 where {float(right.max()):g} is due"
-        gradient = exhibit.by_key.get((row.run, row.step, "clipping", owner)) or exhibit.by_key.get(
-            (row.run, row.step, "gradients", owner)
-        )
+        rows = [*exhibit.stage_rows("clipping"), *exhibit.stage_rows("gradients")]
+        gradient = next((r for r in rows if r.name == owner), None)
         if key == "momentum_buffer" and gradient is not None and found.any():
-            left = float((found - exhibit.reference(gradient)).norm())
-            if left <= exhibit.tolerance(each):
-                return "the momentum was lost: the buffer is this step's gradient alone"
+            columns = [exhibit.reference(gradient)]
+            rows = exhibit.stage_rows("parameters")
+            parameter = next((r for r in rows if r.name == owner), None)
+            before = None if parameter is None else before_step(exhibit, parameter)
+            columns += [] if before is None else [before]  # weight decay
+            weights = fit(columns, found, exhibit.tolerance(each) / float(found.norm()))
+            if weights is not None and abs(weights[0] - 1.0) < 1e-4:
+                return "the momentum was lost: the buffer is made of this step's gradient alone"
     return ""
 
 
@@ -213,7 +218,7 @@ def _once_more(exhibit: Exhibit, row: Row, times: int) -> Cause:
             and r.verdict == row.verdict and not exhibit.is_known(r)]  # fmt: skip
     names = list(dict.fromkeys(r.name.partition("#")[0] for r in rows if "#" in r.name))
     clipping = {bool(r.shape): bool(exhibit.locals(r)) for r in exhibit.stage_rows("clipping")}
-    if clipping.get(False) and clipping.get(True) is False:
+    if clipping.get(False) and not clipping.get(True):
         text = (
             f"{listed(names)}: clipped when the optimizer has stepped already: the update is made "
             f"of unclipped gradients"
