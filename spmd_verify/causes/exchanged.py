@@ -10,7 +10,7 @@ from torch import Tensor
 
 from spmd_verify.causes.gradients import is_own, left_by, part_gradients
 from spmd_verify.causes.patterns import before_step
-from spmd_verify.causes.words import cause, listed, names_of, ranks_text
+from spmd_verify.causes.words import cause, listed, names_of, owners_of, ranks_text
 from spmd_verify.exhibit import Exhibit
 from spmd_verify.layouts import take_region
 from spmd_verify.record import Cause, Row
@@ -54,6 +54,8 @@ def _cause(exhibit: Exhibit, row: Row, text: str, other: str) -> Cause:
     """Return the cause for a tensor and the other that it met."""
     wrong = names_of(exhibit.mismatches(row.stage))
     names = [row.name, *([other] if other in wrong else [])]
+    if row.stage == "optimizer_state":
+        names += owners_of([*names, *wrong])
     return cause("layout", text, tensors=names, ranks=row.ranks)
 
 

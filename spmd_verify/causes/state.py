@@ -5,7 +5,15 @@ from __future__ import annotations
 import torch
 
 from spmd_verify.causes.patterns import before_step
-from spmd_verify.causes.words import cause, listed, names_of, number, ranks_text, rows_text
+from spmd_verify.causes.words import (
+    cause,
+    listed,
+    names_of,
+    number,
+    owners_of,
+    ranks_text,
+    rows_text,
+)
 from spmd_verify.exhibit import Exhibit, fit
 from spmd_verify.layouts import Coordinate, take_region
 from spmd_verify.record import Cause, Row
@@ -137,7 +145,7 @@ def optimizer_state(exhibit: Exhibit, row: Row) -> Cause | None:
         "optimizer_state",
         f"{text}{': ' + detail if detail else ''}",
         ranks=row.ranks,
-        tensors=[*names, *_owners(names)],
+        tensors=[*names, *owners_of(names)],
     )
 
 
@@ -151,10 +159,10 @@ def _number_of_step(exhibit: Exhibit, row: Row) -> Cause | None:
         names = names_of(exhibit.mismatches("optimizer_state"))
         text = (
             f"{_number_text(n)} after the step on {ranks_text(wrong)}, where the state of "
-            f"{listed(_owners(names))} is wrong while every gradient agrees: it is set within the "
+            f"{listed(owners_of(names))} is wrong while every gradient agrees: it is set within the "
             f"step"
         )
-        return cause("inputs", text, ranks=wrong, tensors=[n.name, *names, *_owners(names)])
+        return cause("inputs", text, ranks=wrong, tensors=[n.name, *names, *owners_of(names)])
     return None
 
 
@@ -229,11 +237,6 @@ def _once_more(exhibit: Exhibit, row: Row, times: int) -> Cause:
         f"{times - 1} {'time' if times == 2 else 'times'}: every update is made again"
     )
     return cause("optimizer_state", text, ranks=row.ranks, tensors=[row.name, *names])
-
-
-def _owners(names: list[str]) -> list[str]:
-    """Return the parameters whose state it is."""
-    return list(dict.fromkeys(name.rpartition(".")[0] for name in names))
 
 
 def _state_detail(exhibit: Exhibit, row: Row) -> str:

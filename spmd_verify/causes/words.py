@@ -83,3 +83,8 @@ def meaning(k: float, tolerance: float, axes: Mapping[str, int]) -> tuple[str, s
 def names_of(rows: Iterable[Any]) -> list[str]:
     """Return the names of rows, each once, in order."""
     return list(dict.fromkeys(row.name for row in rows))
+
+
+def owners_of(names: Iterable[str]) -> list[str]:
+    """Return the parameters whose optimizer state some names are, each once, in order."""
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in names))
