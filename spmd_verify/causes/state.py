@@ -159,8 +159,8 @@ def _number_of_step(exhibit: Exhibit, row: Row) -> Cause | None:
         names = names_of(exhibit.mismatches("optimizer_state"))
         text = (
             f"{_number_text(n)} after the step on {ranks_text(wrong)}, where the state of "
-            f"{listed(owners_of(names))} is wrong while every gradient agrees: it is set within the "
-            f"step"
+            f"{listed(owners_of(names))} is wrong while every gradient agrees: it is set within "
+            f"the step"
         )
         return cause("inputs", text, ranks=wrong, tensors=[n.name, *names, *owners_of(names)])
     return None
