@@ -17,6 +17,7 @@ SAMPLE = (
     "clean_mp_heads_permuted",
     "clean_st_zero_by_owner",
     "dp_label_counts_per_rank",
+    "dp_output_bent_by_hook",
     "dp_penalty_on_first_rank",
     "dp_rate_set_in_step",
     "dp_schedule_steps_once_per_rank",

@@ -253,6 +253,8 @@ def _other_limit(exhibit: Exhibit, row: Row) -> Cause | None:
     if norm is None or limit is None or "total_norm" in wrong or "clip_factor" not in wrong:
         return None
     right = float(exhibit.reference(limit))
+    if not right:
+        return None
     ratios = [float(value) / right for value in exhibit.locals(limit).values()]
     k = ratios[0]
     if spread(ratios) > 1e-4 or max(float(v) for v in exhibit.locals(limit).values()) >= 1.0:
@@ -271,7 +273,7 @@ def _other_limit(exhibit: Exhibit, row: Row) -> Cause | None:
 def never_clipped(exhibit: Exhibit, row: Row) -> Cause | None:
     """`norm_clip`: one device clips its gradients, here they reach the optimizer as they are."""
     entry = exhibit.store.entry(exhibit.step, "clipping", "clip_factor")
-    if entry is None or entry.value is None or entry.value >= 1.0:
+    if entry is None or not entry.value or entry.value >= 1.0:
         return None
     if any(exhibit.locals(r) for r in exhibit.stage_rows("clipping")):
         return None

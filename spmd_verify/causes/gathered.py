@@ -18,6 +18,7 @@ from spmd_verify.causes.gradients import left_by
 from spmd_verify.causes.words import cause, listed, meaning, number
 from spmd_verify.exhibit import Exhibit
 from spmd_verify.layouts import Coordinate, take_region
+from spmd_verify.norms import as_real
 from spmd_verify.record import Cause, Row
 from spmd_verify.trajectory import named_parameters
 
@@ -80,7 +81,7 @@ class _Trial:
         """Return the global output with changed parameters; None where it cannot be run."""
         record = self.exhibit.runs.record(self.exhibit.batch, changed=changed)
         value = None if record is None else record[self.row.stage].get(self.row.name)
-        return None if value is None else value.to(torch.float64)
+        return None if value is None else as_real(value).to(torch.float64)
 
     def is_that_of(self, value: Tensor | None, only: Coordinate | None = None) -> bool:
         """Say whether the ranks, or one, hold their parts of an output."""
@@ -239,18 +240,18 @@ def _repeated(rank: int, size: int, dim: int) -> Change:
 
 def _flat_offset(trial: _Trial, axis: str, path: str) -> Cause | None:
     """Say that parameters gathered as one flat buffer are read off by one element."""
-    exhibit = trial.exhibit
-    model, _ = exhibit.runs.device.build()
-    size = exhibit.axes[axis]
+    # Those with parts; a tied one stands under its first name only.
+    values = {name: v for name, v in trial.exhibit.runs.parameters().items() if v.ndim}
+    size = trial.exhibit.axes[axis]
     steps = path.split(".") if path != "model" else []
     for depth in range(len(steps), -1, -1):
         owner = ".".join(steps[:depth])
-        inside = named_parameters(model.get_submodule(owner))[0]
-        names = [f"{owner}.{name}" if owner else name for name in inside]
-        for by in (1, -1):
-            made = _rolled_flat(exhibit, names, size, by)
+        prefix = f"{owner}." if owner else ""
+        names = [name for name in values if name.startswith(prefix)]
+        for by in (1, -1) if names else ():
+            made = _rolled_flat({name: values[name] for name in names}, size, by)
             changed = {name: partial(_given, value) for name, value in made.items()}
-            if made and trial.is_that_of(trial.output(changed)):
+            if trial.is_that_of(trial.output(changed)):
                 text = (
                     f"{trial.row.name} is computed with parameters that are read {by:+d} element "
                     f"off from every rank's flat buffer of {owner or 'the model'} over {axis}"
@@ -264,15 +265,14 @@ def _given(value: Tensor, _: Tensor) -> Tensor:
     return value
 
 
-def _rolled_flat(exhibit: Exhibit, names: list[str], size: int, by: int) -> dict[str, Tensor]:
+def _rolled_flat(values: Mapping[str, Tensor], size: int, by: int) -> dict[str, Tensor]:
     """Return parameters whose parts were rolled in one flat buffer per rank."""
-    values = exhibit.runs.parameters()
-    parts = {name: _parts(values[name], size, 0) for name in names}
-    rolled: dict[str, list[Tensor]] = {name: [] for name in names}
+    parts = {name: _parts(value, size, 0) for name, value in values.items()}
+    rolled: dict[str, list[Tensor]] = {name: [] for name in values}
     for rank in range(size):
-        own = [parts[name][rank] for name in names]
+        own = [parts[name][rank] for name in values]
         flat = torch.cat([part.reshape(-1) for part in own]).roll(by)
         pieces = flat.split([part.numel() for part in own])
-        for name, part, piece in zip(names, own, pieces, strict=True):
+        for name, part, piece in zip(values, own, pieces, strict=True):
             rolled[name].append(piece.view(part.shape))
     return {name: torch.cat(pieces) for name, pieces in rolled.items()}

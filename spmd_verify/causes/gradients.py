@@ -213,14 +213,18 @@ def own_data(exhibit: Exhibit, row: Row) -> Cause | None:
     entered = (
         "" if exhibit.fact("is_entered") else f"; {(wrappers or ['its'])[0]}.forward never ran"
     )
-    what = (
-        f"each rank's part of the gradient of {listed(names)} is"
-        if is_cut
-        else f"the replicas of {listed(names)} disagree: each rank has"
+    over = axis or "the mesh"
+    if is_cut:
+        text = (
+            f"each rank's part of the gradient of {listed(names)} is that of its own data, never "
+            f"reduced over {over}"
+        )
+        return cause("missing_reduction", text, tensors=names, axis=axis, ranks=row.ranks)
+    text = (
+        f"the replicas of {listed(names)} disagree: each rank has the gradient of its own data, "
+        f"never reduced over {over}{entered}"
     )
-    whose = "that of its own data" if is_cut else "the gradient of its own data"
-    text = f"{what} {whose}, never reduced over {axis or 'the mesh'}{'' if is_cut else entered}"
-    kind = "no_sync" if wrappers and not is_cut else "missing_reduction"
+    kind = "no_sync" if wrappers else "missing_reduction"
     return cause(kind, text, tensors=names, axis=axis, ranks=row.ranks)
 
 

@@ -148,6 +148,8 @@ def own_denominators(exhibit: Exhibit, row: Row) -> Cause | None:
     if exhibit.reference(row).numel() != 1 or not exhibit.copies_differ(row):
         return None
     held, whole = exhibit.locals(row), float(exhibit.reference(row).reshape(-1)[0])
+    if not whole:
+        return None
     ratios = {exhibit.rank_of(at): float(v.reshape(-1)[0]) / whole for at, v in held.items()}
     if min(ratios.values()) <= 1.0:
         return None
@@ -169,10 +171,12 @@ def factor_of_mean(exhibit: Exhibit, row: Row) -> Cause | None:
         return None
     whole = float(exhibit.reference(row).reshape(-1)[0])
     values = [float(v.reshape(-1)[0]) for v in exhibit.locals(row).values()]
+    if not whole:
+        return None
     k = math.fsum(values) / len(values) / whole
     known = (factor_of(exhibit, r) for r in exhibit.mismatches("gradients"))
     found = next((each for each in known if each is not None), None)
-    if found is None or abs(k / found.k - 1.0) > 1e-4:
+    if found is None or abs(k - found.k) > 1e-4 * abs(found.k):
         return None
     said, axis = meaning(k, 1e-5, exhibit.axes)
     text = f"{row.name} is {number(k)} x the reference as the mean over ranks, as gradients are" + (

@@ -4,7 +4,7 @@ Private API of torch: `torch.distributed` makes every gloo group itself, with tw
 takes no options for it; the class it calls is the only place where the number can be given.
 Needed because two all-gathers of one group in flight write into freed memory: measured with
 torch 2.13.0 on 4 ranks, a script that only starts and awaits them died by SIGSEGV or SIGABRT
-within a minute in four runs of five, and with one thread in none of three. Tensor parallel
+within a minute in four runs of four, and with one thread in none of two. Tensor parallel
 styles of torch do that, and a style must not fail for it.
 """
 

@@ -113,7 +113,7 @@ class _Rank(msgspec.Struct):
     """The controller's view of one worker; `end` and `last_note` belong to the current job."""
 
     rank: int
-    process: Any
+    process: RankProcess
     connection: Any
     log_path: str
     stack_path: str
@@ -403,8 +403,7 @@ class Pool:
 
     def _died(self, rank: _Rank) -> RankEnd:
         """Describe the end of a process that is gone."""
-        code = rank.process.exitcode
-        return RankEnd(rank.rank, self._next_order(), exit_code=255 if code is None else code)
+        return RankEnd(rank.rank, self._next_order(), exit_code=rank.process.exitcode)
 
     def _end_of(self, rank: _Rank) -> RankEnd:
         """Complete what is known of a rank for the diagnosis."""

@@ -38,7 +38,6 @@ OWN_MODULES = (
     "spmd",
     "spmd.compile",
     "spmd.lockstep",
-    "spmd_verify.runner.ahead",
     "spmd_verify.runner.family",
     "spmd_verify.runner.jobs",
     "spmd_verify.styles.graph",
