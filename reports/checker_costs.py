@@ -46,6 +46,7 @@ from spmd_verify.progress import Progress  # noqa: E402
 from spmd_verify.record import Record  # noqa: E402
 
 EXAMPLES = ("mlp", "transformer")
+STYLES = ("replicate", "fully_shard", "default", "dtensor_expand")
 STEPS, RANKS, RUNS = 3, 2, 3
 TARGETS = {"a": 0.6, "b": 20.0, "c": 0.6}
 # What a cell spends on checking; `examine` is there for failing cells only.
@@ -60,7 +61,7 @@ def judged(example: str) -> tuple[Record, float, dict[str, float]]:
     """Run one command; return its record, its wall time and what recording took."""
     options = Options(
         targets=(str(ROOT / "examples" / f"{example}.py"),),
-        styles=("engine",),
+        styles=STYLES,
         steps=STEPS,
         mesh=MeshSpec(((None, RANKS),)),
     )
