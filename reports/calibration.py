@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from spmd_verify import noise
-from spmd_verify.case import load_case
-from spmd_verify.members import Split
-from spmd_verify.noise import SplitProbe
+from spmd_verify.cases.case import load_case
+from spmd_verify.noise import runs as noise
+from spmd_verify.noise.members import Split
+from spmd_verify.noise.runs import SplitProbe
 from spmd_verify.norms import deviation, row_sums
-from spmd_verify.single import make_reference
+from spmd_verify.reference.single import make_reference
 from spmd_verify.verdict import limit
 
 ROOT = Path(__file__).resolve().parent

@@ -143,11 +143,11 @@ def time_reference(path: str) -> None:
     """Print seconds of a bare step in two dtypes, of the parts of a reference, and its steps."""
     import torch
 
-    from spmd_verify import noise
-    from spmd_verify.case import load_case
-    from spmd_verify.single import make_reference
-    from spmd_verify.stepped import SteppedModel
-    from spmd_verify.store import write_store
+    from spmd_verify.cases.case import load_case
+    from spmd_verify.noise import runs as noise
+    from spmd_verify.reference.single import make_reference
+    from spmd_verify.reference.stepped import SteppedModel
+    from spmd_verify.stored.store import write_store
 
     torch.set_num_threads(1)
     case = load_case(path, steps=STEPS)
@@ -180,7 +180,7 @@ def time_reference(path: str) -> None:
 
 def bare_step(device: Any, *, in_float64: bool) -> float:
     """Return seconds of processor time of one step of one device, without any observation."""
-    from spmd_verify.batches import cast_floating
+    from spmd_verify.cases.batches import cast_floating
 
     case = device.twin if in_float64 else device.case
     model, optimizer = device.build(in_float64=in_float64)

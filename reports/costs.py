@@ -22,7 +22,7 @@ import torch  # noqa: E402
 from hf_engine import MODES, Captured, partitioned  # noqa: E402
 from tabulate import tabulate  # noqa: E402
 
-from spmd_verify.hf_shrink import rules  # noqa: E402
+from spmd_verify.hf.shrink import rules  # noqa: E402
 
 EXAMPLES = ("mlp", "transformer", "conv", "moe", "recurrent")
 DEPTHS = (2, 4, 8, 16)

@@ -42,7 +42,7 @@ from hf_engine import (  # noqa: E402
     worst_output,
 )
 
-from spmd_verify.hf_shrink import rules  # noqa: E402
+from spmd_verify.hf.shrink import rules  # noqa: E402
 
 PLANS = {
     "quick": [("float64", 8, (4,))],

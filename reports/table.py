@@ -39,7 +39,7 @@ PASSING = ("exact", "rounding", "undetermined")
 
 def planned() -> list[tuple[str, str, tuple[str, ...]]]:
     """Return (address, dtype, meshes) of every run, the widest coverage first."""
-    data = json.loads((ROOT / "spmd_verify" / "hf_shrink.json").read_text())
+    data = json.loads((ROOT / "spmd_verify" / "hf" / "shrink.json").read_text())
     types = [*data["smoke"], *(t for t in data["types"] if t not in data["smoke"])]
     runs = [(f"examples/{name}.py", dtype, EXAMPLE_MESHES) for name in EXAMPLES for dtype in DTYPES]
     for suffix, meshes in SWEEPS.items():

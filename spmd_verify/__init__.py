@@ -8,13 +8,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spmd_verify.hooks import Case as Case
+    from spmd_verify.cases.hooks import Case as Case
     from spmd_verify.options import Options as Options
     from spmd_verify.record import Record as Record
     from spmd_verify.recorder import record as record
 
 _HOME = {
-    "Case": "spmd_verify.hooks",
+    "Case": "spmd_verify.cases.hooks",
     "Options": "spmd_verify.options",
     "Record": "spmd_verify.record",
 }

@@ -10,10 +10,10 @@ from fnmatch import fnmatchcase
 
 from tabulate import tabulate
 
-from spmd_verify import baseline as baselines
-from spmd_verify import history
-from spmd_verify.baseline import Baseline, State, environment_of, states
-from spmd_verify.baseline_changes import compare, gone
+from spmd_verify.baselines import baseline as baselines
+from spmd_verify.baselines import history
+from spmd_verify.baselines.baseline import Baseline, State, environment_of, states
+from spmd_verify.baselines.changes import compare, gone
 from spmd_verify.errors import RecordError, UsageError
 from spmd_verify.exit_codes import FAILED, PASSED
 from spmd_verify.gate import waiver_from

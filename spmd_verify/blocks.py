@@ -13,7 +13,7 @@ from spmd_verify.errors import CaseError
 from spmd_verify.user_code import UserCode
 
 if TYPE_CHECKING:
-    from spmd_verify.case import LoadedCase
+    from spmd_verify.cases.case import LoadedCase
 
 _NO_FORWARD: Final = (nn.ModuleList, nn.ModuleDict)
 

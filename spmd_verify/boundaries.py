@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from spmd_verify.dtensor_layouts import is_distributed
-from spmd_verify.observe import is_in_backward
 from spmd_verify.record import ROOT
+from spmd_verify.reference.observe import is_in_backward
 
 IN: Final = "in"
 OUT: Final = "out"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from spmd_verify.adversarial_case import AdversarialCase
-from spmd_verify.case import LoadedCase
-from spmd_verify.exact_case import ExactCase
+from spmd_verify.adversarial.case import AdversarialCase
+from spmd_verify.cases.case import LoadedCase
+from spmd_verify.exact.case import ExactCase
 
 
 def kind_of(overrides: Mapping[str, str]) -> type[LoadedCase]:

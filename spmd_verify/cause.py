@@ -17,7 +17,7 @@ from torch import Tensor
 
 from spmd_verify.merge import Merged, fit_factor
 from spmd_verify.record import Cause
-from spmd_verify.store import Entry
+from spmd_verify.stored.store import Entry
 from spmd_verify.verdict import limit, unit_roundoff
 
 

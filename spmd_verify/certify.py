@@ -12,10 +12,16 @@ from typing import Any, Final
 import msgspec
 from msgspec.structs import replace
 
-from spmd_verify import certificate as certificates
-from spmd_verify.certificate import Certificate, Check, Outcome, Sensitivity, outcome_of
 from spmd_verify.exit_codes import fails
 from spmd_verify.options import Options
+from spmd_verify.planting import certificate as certificates
+from spmd_verify.planting.certificate import (
+    Certificate,
+    Check,
+    Outcome,
+    Sensitivity,
+    outcome_of,
+)
 from spmd_verify.planting.faults import DRY_RUN, GRADIENT_FACTOR, Collective, Fault, Watched
 from spmd_verify.planting.plan import Ground, draw
 from spmd_verify.record import Cell, Record, Row

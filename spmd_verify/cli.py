@@ -116,7 +116,7 @@ def options_from(arguments: argparse.Namespace, words: Sequence[str]) -> Options
 
 def _run(arguments: argparse.Namespace, words: list[str]) -> int:
     """Judge the targets, print the report, write the others."""
-    from spmd_verify.address import expand  # not for --help
+    from spmd_verify.cases.address import expand  # not for --help
 
     options = options_from(arguments, words)
     addresses = expand(options.targets)
@@ -148,7 +148,7 @@ def _run(arguments: argparse.Namespace, words: list[str]) -> int:
 
 def _certify(arguments: argparse.Namespace, words: list[str]) -> int:
     """Judge the targets, plant faults in what passes, print what was caught."""
-    from spmd_verify.address import expand  # not for --help
+    from spmd_verify.cases.address import expand  # not for --help
 
     options = options_from(arguments, words)
     if options.list_only:
@@ -234,7 +234,7 @@ def _fuzz(arguments: argparse.Namespace, words: list[str]) -> int:
         arguments.output,
         arguments.dtype,
     ).checked()
-    from spmd_verify.fuzz import Fuzz  # not for --help
+    from spmd_verify.drawn.fuzz import Fuzz  # not for --help
     from spmd_verify.progress import Progress
 
     progress = Progress()
@@ -247,7 +247,7 @@ def _fuzz(arguments: argparse.Namespace, words: list[str]) -> int:
 def _repro(arguments: argparse.Namespace, words: list[str]) -> int:
     """Write the script of one cell and say how to run it."""
     del words
-    from spmd_verify.repro import write_repro  # torch
+    from spmd_verify.repros.repro import write_repro  # torch
 
     print(write_repro(arguments.record, arguments.cell, arguments.output), flush=True)
     return PASSED
@@ -265,7 +265,7 @@ def _doctor(arguments: argparse.Namespace, words: list[str]) -> int:
 
 def _list(addresses: Sequence[str], options: Options) -> int:
     """Print the cells that would run, one a line."""
-    from spmd_verify.case import load_case  # imports torch
+    from spmd_verify.cases.case import load_case  # imports torch
     from spmd_verify.style_ids import select
 
     for address in addresses:

@@ -27,8 +27,8 @@ from spmd_verify.layouts import (
 )
 from spmd_verify.measure import Statistics, Task, measure
 from spmd_verify.norms import deviation, is_rounding
-from spmd_verify.store import Entry, Store
-from spmd_verify.trajectory import Observation, Observed, by_parameter, same_bits
+from spmd_verify.reference.trajectory import Observation, Observed, by_parameter, same_bits
+from spmd_verify.stored.store import Entry, Store
 from spmd_verify.verdict import STAGES
 
 NO_SUCH_TENSOR: Final = "the reference has no such tensor"

@@ -66,8 +66,8 @@ def _compare_records(arguments: argparse.Namespace, command: Sequence[str]) -> t
 
 def _compare_dumps(arguments: argparse.Namespace, command: Sequence[str]) -> tuple[Record, str]:
     """Judge one dump by another; the result has one cell."""
-    from spmd_verify.dump_judge import Comparison, judge_dumps
-    from spmd_verify.dump_layouts import read_any, read_layout_file
+    from spmd_verify.dumps.inference import read_any, read_layout_file
+    from spmd_verify.dumps.judging import Comparison, judge_dumps
 
     started = time.perf_counter()
     axes = _axes(arguments.axes)

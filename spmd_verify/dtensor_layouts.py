@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spmd_verify.dump_format import OPERATIONS
+from spmd_verify.dumps.format import OPERATIONS
 from spmd_verify.layouts import (
     Indexed,
     Replicate,

@@ -41,7 +41,7 @@ def has_doubtful_rows(cell: "Cell") -> bool:
 
 def decide_certified(cells: "Iterable[Cell]", *, strict: bool, exit_zero: bool) -> int:
     """Return the exit code of `certify`: `decide`'s, and 1 where a cell is not certified."""
-    from spmd_verify import certificate  # msgspec, not for --help
+    from spmd_verify.planting import certificate  # msgspec, not for --help
 
     found = list(cells)
     code = decide(found, strict=strict, exit_zero=exit_zero)

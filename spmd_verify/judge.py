@@ -20,7 +20,7 @@ from spmd_verify.merge import Merged, TensorKey, by_tensor, merge
 from spmd_verify.record import Cause, Exercised, FirstDivergence, Row, WorstTensor
 from spmd_verify.rows import Fit, blank_row, growth, ratio_of, worst_row
 from spmd_verify.settling import counts, mark_downstream, settle, verdict_of
-from spmd_verify.store import Entry, FloorInfo, Store
+from spmd_verify.stored.store import Entry, FloorInfo, Store
 from spmd_verify.verdict import (
     ANCHORED_STAGES,
     LIMITS,

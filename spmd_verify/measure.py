@@ -27,8 +27,8 @@ from spmd_verify.norms import (
     row_sums,
     stacked,
 )
-from spmd_verify.store import Entry
-from spmd_verify.trajectory import same_bits
+from spmd_verify.reference.trajectory import same_bits
+from spmd_verify.stored.store import Entry
 from spmd_verify.ulp import finite_ulp_distance, ulp_distance
 
 

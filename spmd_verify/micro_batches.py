@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from spmd_verify.case import LoadedCase
-from spmd_verify.members import split_batch
+from spmd_verify.cases.case import LoadedCase
+from spmd_verify.noise.members import split_batch
 
 
 def micro_batch_count(size: int, stages: int) -> int:

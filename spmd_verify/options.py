@@ -17,7 +17,7 @@ from spmd_verify.variants import Variants
 from spmd_verify.verdict import LIMITS
 
 DTYPES: Final[tuple[str, ...]] = ("float32", "float64", "bfloat16")
-# Dtypes in which a wrong formula is far above rounding (`drawn_check.TOLERANCES`).
+# Dtypes in which a wrong formula is far above rounding (`drawn.check.TOLERANCES`).
 FUZZ_DTYPES: Final[tuple[str, ...]] = ("float64", "float32")
 # What `--format` puts on stdout.
 OUTPUT_FORMATS: Final[tuple[str, ...]] = ("text", "json", "github")

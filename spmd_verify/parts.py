@@ -10,7 +10,7 @@ from typing import Any, Final
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from spmd_verify.case import LoadedCase
+from spmd_verify.cases.case import LoadedCase
 from spmd_verify.layouts import Coordinate, take
 
 

@@ -90,7 +90,7 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
     """Collect a file that holds a case."""
     if file_path.suffix != ".py" or not parent.config.getoption("spmd"):
         return None
-    from spmd_verify.case_reading import read
+    from spmd_verify.cases.reading import read
 
     try:
         holds_case = read(file_path) is not None
@@ -104,7 +104,7 @@ class CaseFile(pytest.File):
 
     def collect(self) -> Iterable[pytest.Item]:
         """Give one item per style and mesh; the file is read, not run."""
-        from spmd_verify.case_reading import read
+        from spmd_verify.cases.reading import read
         from spmd_verify.errors import SpmdVerifyError
         from spmd_verify.style_ids import check_user_styles, select
 

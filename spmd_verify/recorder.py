@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spmd_verify import dump
 from spmd_verify.dtensor_layouts import (
     is_distributed,
     is_odd_partial,
@@ -28,11 +27,12 @@ from spmd_verify.dtensor_layouts import (
     local_of,
     root_mesh,
 )
-from spmd_verify.dump_format import DumpError, Key
+from spmd_verify.dumps import dump
+from spmd_verify.dumps.format import DumpError, Key
 from spmd_verify.errors import UsageError
 from spmd_verify.layouts import Replicate
-from spmd_verify.observe import Observer
-from spmd_verify.trajectory import (
+from spmd_verify.reference.observe import Observer
+from spmd_verify.reference.trajectory import (
     named_buffers,
     named_parameters,
     named_state,

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from spmd_verify import certificate
 from spmd_verify.errors import RecordError
+from spmd_verify.planting import certificate
 from spmd_verify.record import ExactInfo, Record, read
 from spmd_verify.reporters import FORMATS
 

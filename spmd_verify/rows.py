@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from spmd_verify.merge import Merged
 from spmd_verify.record import Row, WorstElement, WorstTensor
-from spmd_verify.store import Entry, FloorInfo
+from spmd_verify.stored.store import Entry, FloorInfo
 from spmd_verify.verdict import Verdict
 
 

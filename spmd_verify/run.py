@@ -18,17 +18,17 @@ from typing import Final, Protocol
 import msgspec
 
 import spmd_verify.record as records
-from spmd_verify.address import expand
+from spmd_verify.cases.address import expand
 from spmd_verify.conditions import condition
 from spmd_verify.earlier import HASHES, Earlier
 from spmd_verify.errors import RankError, SpmdVerifyError
-from spmd_verify.examiner import Examiner
+from spmd_verify.examination.examiner import Examiner
+from spmd_verify.examination.teacher import Teacher
 from spmd_verify.exit_codes import fails
 from spmd_verify.mesh_spec import MeshSpec
 from spmd_verify.options import Options, check_rank_limit
 from spmd_verify.prober import Prober
 from spmd_verify.record import CaseInfo, Cell, Record, Tie
-from spmd_verify.reference_cache import cache_folder
 from spmd_verify.resumer import Resumer
 from spmd_verify.runner.failures import Failure
 from spmd_verify.runner.folders import LogFolder, work_folder
@@ -54,9 +54,9 @@ from spmd_verify.runner.specs import (
     encode,
 )
 from spmd_verify.stopwatch import Stopwatch
+from spmd_verify.stored.cache import cache_folder
 from spmd_verify.style_ids import ENGINE, select
 from spmd_verify.styles import axes_of
-from spmd_verify.teacher import Teacher
 from spmd_verify.version import __version__
 from spmd_verify.whole_file import write_whole
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from spmd_verify import baseline as baselines
-from spmd_verify.baseline import Baseline
-from spmd_verify.baseline_changes import Comparison, compare
+from spmd_verify.baselines import baseline as baselines
+from spmd_verify.baselines.baseline import Baseline
+from spmd_verify.baselines.changes import Comparison, compare
 from spmd_verify.exit_codes import FAILED, NOTHING_JUDGED, PASSED, RANK_FAILED, decide
 from spmd_verify.options import Options
 from spmd_verify.record import Record

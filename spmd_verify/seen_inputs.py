@@ -16,12 +16,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from spmd_verify.batches import TARGETS
-from spmd_verify.case import LoadedCase
-from spmd_verify.dump import Dump
+from spmd_verify.cases.batches import TARGETS
+from spmd_verify.cases.case import LoadedCase
+from spmd_verify.dumps.dump import Dump
 from spmd_verify.layouts import Coordinate
 from spmd_verify.parts import map_leaves
-from spmd_verify.store import Store
+from spmd_verify.stored.store import Store
 from spmd_verify.styles.inference import match_slices
 
 _CALL: Final = re.compile(r"#(\d+)$")

@@ -12,9 +12,9 @@ import math
 import torch
 from torch import Tensor
 
-from spmd_verify.certificate import Sensitivity
 from spmd_verify.norms import as_real, row_sums
-from spmd_verify.store import Entry, Store
+from spmd_verify.planting.certificate import Sensitivity
+from spmd_verify.stored.store import Entry, Store
 from spmd_verify.verdict import limit
 
 # A value counts as moved where it moves this many times what is allowed: the candidate's own

@@ -4,10 +4,18 @@ Torch-free. Our own errors pass through; `KeyboardInterrupt` and `SystemExit` do
 """
 
 import os
+import re
+import sysconfig
 import traceback
 from types import TracebackType
 
 from spmd_verify.errors import CaseError, SpmdVerifyError
+
+_PACKAGES = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_OWN_FOLDERS = tuple(os.path.join(_PACKAGES, name) + os.sep for name in ("spmd", "spmd_verify"))
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
+_SITE = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
+_TORCH = re.compile(r"[/\\](?:site|dist)-packages[/\\]torch[/\\]")
 
 
 class UserCode:
@@ -65,6 +73,13 @@ def one_line(error: BaseException) -> str:
     """Return `TypeName: first line of the message`."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def is_user_file(path: str) -> bool:
+    """Say whether a source file is the user's: not torch, Python's, or ours."""
+    if path.startswith("<") or path.startswith(_OWN_FOLDERS) or _TORCH.search(path):
+        return False
+    return bool(_SITE.search(path)) or not path.startswith(_STDLIB)
 
 
 def user_traceback(error: BaseException, path: str) -> str:

@@ -17,7 +17,7 @@ from spmd.lockstep import PerRank, run_lockstep
 from spmd.mesh import MeshShape
 from spmd.parallel_mode import DataParallel, DTensorExpandMode
 from spmd.program import signature_of
-from spmd_verify.case import load_case
+from spmd_verify.cases.case import load_case
 
 MODES = ("replicate", "fully_shard", "default", "expand")
 HOT = ("gpt2", "llama", "bert", "vit", "resnet")

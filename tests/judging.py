@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spmd_verify.case import LoadedCase
+from spmd_verify.cases.case import LoadedCase
 from spmd_verify.compare import compare
 from spmd_verify.judge import Judgement, judge
-from spmd_verify.members import Plain
-from spmd_verify.noise import measure
-from spmd_verify.rounding import without_onednn
-from spmd_verify.single import make_reference
-from spmd_verify.store import Store, write_store
-from spmd_verify.trajectory import Observed, StepRecord, Trajectory, named_parameters
+from spmd_verify.noise.members import Plain
+from spmd_verify.noise.rounding import without_onednn
+from spmd_verify.noise.runs import measure
+from spmd_verify.reference.single import make_reference
+from spmd_verify.reference.trajectory import Observed, StepRecord, Trajectory, named_parameters
+from spmd_verify.stored.store import Store, write_store
 
 # -- candidates --------------------------------------------------------------------------------
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spmd_verify.address import Address
-from spmd_verify.case import DTYPES, CaseSettings, LoadedCase
-from spmd_verify.hooks import Case
+from spmd_verify.cases.address import Address
+from spmd_verify.cases.case import DTYPES, CaseSettings, LoadedCase
+from spmd_verify.cases.hooks import Case
 
 
 class Mlp(nn.Module):

@@ -19,9 +19,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from spmd_verify.errors import Unsupported
-from spmd_verify.observe import observed
+from spmd_verify.reference.observe import observed
+from spmd_verify.reference.trajectory import (
+    named_buffers,
+    named_parameters,
+    named_state,
+    optimizers_of,
+)
 from spmd_verify.styles.base import Observation, Observed, StyleContext
-from spmd_verify.trajectory import named_buffers, named_parameters, named_state, optimizers_of
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from spmd_verify.address import Address, expand, parse
+from spmd_verify.cases.address import Address, expand, parse
 from spmd_verify.errors import UsageError
 
 CaseWriter = Callable[..., str]

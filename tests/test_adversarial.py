@@ -11,15 +11,15 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from spmd_verify import run
-from spmd_verify.adversarial_case import AdversarialCase
-from spmd_verify.adversarial_changes import Changes, decided, ignored_labels, order
-from spmd_verify.adversarial_search import with_even_size, with_uneven_size
+from spmd_verify.adversarial.case import AdversarialCase
+from spmd_verify.adversarial.changes import Changes, decided, ignored_labels, order
+from spmd_verify.adversarial.search import with_even_size, with_uneven_size
 from spmd_verify.arguments import parse_arguments
-from spmd_verify.case import load_case
+from spmd_verify.cases.case import load_case
+from spmd_verify.cases.model_build import evaluating
 from spmd_verify.cli import options_from
 from spmd_verify.errors import UsageError
 from spmd_verify.mesh_spec import MeshSpec
-from spmd_verify.model_build import evaluating
 from spmd_verify.options import Options
 from spmd_verify.progress import Progress
 from spmd_verify.record import Cell

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from spmd_verify import baseline as baselines
 from spmd_verify import cli
+from spmd_verify.baselines import baseline as baselines
 from spmd_verify.earlier import HASHES, Earlier
 from spmd_verify.errors import UsageError
 from spmd_verify.record import Cause, Cell, Record, Row, WorstTensor, decode, encode

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from spmd_verify.case import LoadedCase, load_case
+from spmd_verify.cases.case import LoadedCase, load_case
 from spmd_verify.errors import CaseError, ReferenceRunError
 
 CaseWriter = Callable[..., str]

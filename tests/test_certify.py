@@ -8,14 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from spmd_verify import certificate as certificates
 from spmd_verify import cli
-from spmd_verify.certificate import CAUGHT, EQUIVALENT, SURVIVED, Certificate, Sensitivity
 from spmd_verify.certify import certify
 from spmd_verify.exit_codes import decide_certified
 from spmd_verify.mesh_spec import MeshSpec
 from spmd_verify.options import Options
+from spmd_verify.planting import certificate as certificates
 from spmd_verify.planting import plan
+from spmd_verify.planting.certificate import (
+    CAUGHT,
+    EQUIVALENT,
+    SURVIVED,
+    Certificate,
+    Sensitivity,
+)
 from spmd_verify.record import Cell, Record, decode, encode
 from spmd_verify.reporters import certificates as report
 

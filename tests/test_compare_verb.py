@@ -16,8 +16,9 @@ from safetensors.torch import save_file
 from test_dump import write
 from torch import Tensor
 
-from spmd_verify import cli, dump
-from spmd_verify.dump import Entry
+from spmd_verify import cli
+from spmd_verify.dumps import dump
+from spmd_verify.dumps.dump import Entry
 from spmd_verify.layouts import Indexed, Partial, Replicate, Shard
 from spmd_verify.record import Cell, FirstDivergence, Record, decode, encode
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from spmd_verify.case import LoadedCase, load_case
+from spmd_verify.cases.case import LoadedCase, load_case
 from spmd_verify.errors import CaseError
 
 CaseWriter = Callable[..., str]

@@ -25,7 +25,7 @@ from training import (
 )
 
 import spmd.lockstep
-from spmd_verify.hooks import UserStyle
+from spmd_verify.cases.hooks import UserStyle
 from spmd_verify.planting.faults import EXPECTED_CAUSES
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch import fx
 
-from spmd_verify.case import load_case
-from spmd_verify.drawn import DrawnModel, loaded
-from spmd_verify.drawn_check import Rules, Tally, check_drawn
-from spmd_verify.drawn_layers import Linear, Norm, Pointwise
-from spmd_verify.drawn_parts import Dropout
-from spmd_verify.drawn_series import Series
-from spmd_verify.drawn_style import Placing
-from spmd_verify.drawn_training import (
+from spmd_verify.cases.case import load_case
+from spmd_verify.drawn.check import Rules, Tally, check_drawn
+from spmd_verify.drawn.layers import Linear, Norm, Pointwise
+from spmd_verify.drawn.model import DrawnModel, loaded
+from spmd_verify.drawn.parts import Dropout
+from spmd_verify.drawn.series import Series
+from spmd_verify.drawn.style import Placing
+from spmd_verify.drawn.training import (
     CLIPS,
     OPTIMIZERS,
     SCHEDULES,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from spmd_verify.drawn import DrawnModel
-from spmd_verify.drawn_check import Tally, check_drawn
-from spmd_verify.drawn_layers import Norm
-from spmd_verify.drawn_parts import Dropout, Residual
-from spmd_verify.drawn_style import Placing
-from spmd_verify.drawn_training import Inputs, Loss, Training
+from spmd_verify.drawn.check import Tally, check_drawn
+from spmd_verify.drawn.layers import Norm
+from spmd_verify.drawn.model import DrawnModel
+from spmd_verify.drawn.parts import Dropout, Residual
+from spmd_verify.drawn.style import Placing
+from spmd_verify.drawn.training import Inputs, Loss, Training
 
 FEATURES = Inputs(batch=3, tokens=2, width=2)
 

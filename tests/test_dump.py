@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from spmd_verify import dump
-from spmd_verify.dump import Entry
-from spmd_verify.dump_format import DumpError, Key
+from spmd_verify.dumps import dump
+from spmd_verify.dumps.dump import Entry
+from spmd_verify.dumps.format import DumpError, Key
 from spmd_verify.errors import UsageError
 from spmd_verify.layouts import Indexed, Partial, Replicate, Shard, Strided, coordinates, scatter
 

@@ -14,18 +14,18 @@ from judging import InMode, PermutedContraction, SplitContraction, WiderAccumula
 from torch import Tensor, nn
 
 from spmd_verify import run
-from spmd_verify.case import load_case
-from spmd_verify.exact_case import ExactCase
-from spmd_verify.exact_draws import has_few_bits
-from spmd_verify.exact_proof import ExactnessProof
-from spmd_verify.exact_reference import make_exact_reference
-from spmd_verify.members import Permuted, Plain
+from spmd_verify.cases.case import load_case
+from spmd_verify.exact.case import ExactCase
+from spmd_verify.exact.draws import has_few_bits
+from spmd_verify.exact.proof import ExactnessProof
+from spmd_verify.exact.reference import make_exact_reference
 from spmd_verify.mesh_spec import MeshSpec
+from spmd_verify.noise.members import Permuted, Plain
 from spmd_verify.options import Options
 from spmd_verify.record import Cell, Record
+from spmd_verify.reference.trajectory import same_bits
 from spmd_verify.reporters import paragraphs, terminal
 from spmd_verify.styles.base import StyleContext
-from spmd_verify.trajectory import same_bits
 
 CaseWriter = Callable[..., str]
 ENGINE = ("replicate", "fully_shard", "default", "dtensor_expand")

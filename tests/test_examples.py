@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmd_verify.case import load_case
+from spmd_verify.cases.case import load_case
 
 EXAMPLES = ["mlp", "transformer", "conv", "conv_groupnorm", "moe", "recurrent"]
 

@@ -14,11 +14,11 @@ from spmd_verify.runner.failures import (
     is_follower,
     is_in_collective,
     is_parallel_style,
-    is_user_file,
     parse_stack,
     user_frame,
 )
 from spmd_verify.runner.messages import Raised, Refused
+from spmd_verify.user_code import is_user_file
 
 SITE = sysconfig.get_paths()["purelib"]
 USER = Frame("/home/me/model.py", 12, "forward")

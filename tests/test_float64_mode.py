@@ -8,9 +8,9 @@ from judging_cases import make_case
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spmd_verify.float64_mode import CaseDtypeDraws, is_random, note_island
-from spmd_verify.single import SingleDevice, make_reference
-from spmd_verify.trajectory import first_difference
+from spmd_verify.reference.float64_mode import CaseDtypeDraws, is_random, note_island
+from spmd_verify.reference.single import SingleDevice, make_reference
+from spmd_verify.reference.trajectory import first_difference
 
 DRAWS = {
     "randn": lambda x: torch.randn(64).to(x.dtype),

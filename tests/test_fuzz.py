@@ -14,14 +14,17 @@ from torch import fx
 
 from spmd import passes
 from spmd.errors import CaptureError
-from spmd_verify import cli, drawn_check, drawn_file, fuzz
-from spmd_verify.drawn import DrawnModel
-from spmd_verify.drawn_check import Differs, Rules, Tally, check_drawn
-from spmd_verify.drawn_file import checked, replay, write_failing
-from spmd_verify.drawn_layers import Linear
-from spmd_verify.drawn_series import Series
-from spmd_verify.drawn_style import Placing
-from spmd_verify.drawn_training import Inputs, Loss, Training
+from spmd_verify import cli
+from spmd_verify.drawn import check as drawn_check
+from spmd_verify.drawn import file as drawn_file
+from spmd_verify.drawn import fuzz
+from spmd_verify.drawn.check import Differs, Rules, Tally, check_drawn
+from spmd_verify.drawn.file import checked, replay, write_failing
+from spmd_verify.drawn.layers import Linear
+from spmd_verify.drawn.model import DrawnModel
+from spmd_verify.drawn.series import Series
+from spmd_verify.drawn.style import Placing
+from spmd_verify.drawn.training import Inputs, Loss, Training
 from spmd_verify.record import Cell
 
 Fault = Callable[[fx.GraphModule], fx.GraphModule]
@@ -227,7 +230,7 @@ def test_its_help_imports_neither_torch_nor_hypothesis(root: Path) -> None:
 
 def test_the_checker_itself_imports_no_hypothesis(root: Path) -> None:
     code = (
-        "import sys, spmd_verify.runner.jobs, spmd_verify.drawn_check, spmd_verify.fuzz;"
+        "import sys, spmd_verify.runner.jobs, spmd_verify.drawn.check, spmd_verify.drawn.fuzz;"
         "sys.exit('hypothesis' in sys.modules)"
     )
 

@@ -6,9 +6,9 @@ import sys
 import pytest
 import torch
 
-from spmd_verify.case import load_case
+from spmd_verify.cases.case import load_case
 from spmd_verify.errors import SpmdVerifyError
-from spmd_verify.hf_shrink import rules, shrunk
+from spmd_verify.hf.shrink import rules, shrunk
 
 pytest.importorskip("transformers")
 

@@ -21,7 +21,7 @@ from hf_engine import (
     worst_output,
 )
 
-from spmd_verify.hf_shrink import rules
+from spmd_verify.hf.shrink import rules
 
 RANKS = 4
 # Models that compute their loss or parts of a layer in float32 whatever the case's dtype.

@@ -16,7 +16,7 @@ from html_records import HOSTILE, hostile_record, large_record, passing_record
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd_verify.certificate import Certificate, Outcome, Sensitivity, put
+from spmd_verify.planting.certificate import Certificate, Outcome, Sensitivity, put
 from spmd_verify.record import Cell, Record, Row
 from spmd_verify.reporters import html, html_cell, write_report
 from spmd_verify.reporters.escaping import visible

@@ -16,8 +16,8 @@ from spmd_verify.errors import ReferenceRunError
 from spmd_verify.judge import Judgement, judge
 from spmd_verify.layouts import scatter
 from spmd_verify.measure import Statistics
-from spmd_verify.single import make_reference
-from spmd_verify.trajectory import Observed
+from spmd_verify.reference.single import make_reference
+from spmd_verify.reference.trajectory import Observed
 from spmd_verify.ulp import ulp_distance
 
 

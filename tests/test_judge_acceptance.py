@@ -21,7 +21,7 @@ from judging import (
 from judging_cases import make_case
 from torch import Tensor, nn
 
-from spmd_verify.floor_table import FloorTable
+from spmd_verify.noise.floor_table import FloorTable
 
 FAULTED = {
     "mlp": "net.0.weight",

@@ -10,50 +10,55 @@ import pytest
 TORCH_FREE = {
     "__init__",
     "__main__",
-    "address",
     "arguments",
-    "baseline",
-    "baseline_changes",
-    "baseline_verb",
     "attended",
-    "bisection",
-    "case_reading",
+    "baseline_verb",
+    "baselines",
+    "baselines.baseline",
+    "baselines.changes",
+    "baselines.history",
+    "cases",
+    "cases.address",
+    "cases.hooks",
+    "cases.modules",
+    "cases.reading",
     "causes.words",
-    "certificate",
     "ci_snippets",
-    "conditions",
     "cli",
     "compare_verb",
+    "conditions",
     "config",
     "config_show",
-    "earlier",
     "doctor",
+    "earlier",
     "errors",
-    "examiner",
+    "examination",
+    "examination.bisection",
+    "examination.examiner",
+    "examination.flow",
+    "examination.teacher",
     "exit_codes",
-    "flow",
     "garbage",
     "gate",
-    "hf_shrink",
-    "history",
-    "hooks",
-    "modules",
+    "hf",
+    "hf.shrink",
+    "live_view",
     "mesh_spec",
     "options",
     "plain_structs",
     "planting",
+    "planting.certificate",
     "planting.faults",
     "planting.plan",
     "prober",
     "progress",
-    "live_view",
     "pytest_messages",
     "pytest_plugin",
     "record",
     "record_changes",
     "refusals",
-    "reporters",
     "report_verb",
+    "reporters",
     "reporters.certificates",
     "reporters.ctrf",
     "reporters.escaping",
@@ -68,20 +73,21 @@ TORCH_FREE = {
     "reporters.md",
     "reporters.paragraphs",
     "reporters.suites",
-    "reporters.text",
     "reporters.terminal",
+    "reporters.text",
     "reporters.trend",
     "run_gate",
+    "runner",
     "runner.failures",
     "runner.folders",
     "runner.messages",
     "runner.specs",
     "settling",
-    "streams",
     "shared_runs",
+    "streams",
     "style_ids",
-    "tie_replay",
-    "teacher",
+    "ties",
+    "ties.replay",
     "user_code",
     "variants",
     "verdict",
@@ -95,26 +101,26 @@ NO_DISTRIBUTED = {
     "causes",
     "compare",
     "dim_ranges",
-    "dump",
-    "dump_judge",
-    "examine",
-    "exhibit",
-    "feeding",
+    "dumps.dump",
+    "dumps.judging",
+    "examination.examine",
+    "causes.exhibit",
+    "examination.feeding",
+    "examination.semantic",
     "judge",
     "layouts",
     "merge",
-    "noise",
+    "noise.runs",
     "record",
-    "semantic",
-    "store",
+    "stored.store",
     "verdict",
 }
 # Only this one reads what a rank holds of a DTensor.
 KNOWS_DTENSOR = {"dtensor_layouts"}
 # Only these may import the engine.
-MAY_IMPORT_SPMD = {"styles.graph", "styles.graph_modes", "runner.lockstep", "drawn_style"}
+MAY_IMPORT_SPMD = {"styles.graph", "styles.graph_modes", "runner.lockstep", "drawn.style"}
 # hypothesis is there for those who fuzz, and nobody else's dependency.
-MAY_IMPORT_HYPOTHESIS = {"drawn_strategies", "drawn_series", "fuzz"}
+MAY_IMPORT_HYPOTHESIS = {"drawn.strategies", "drawn.series", "drawn.fuzz"}
 
 
 def _imports(path: Path, *, at_load_only: bool = False) -> set[str]:
@@ -249,6 +255,31 @@ def test_one_module_reads_the_local_tensors_of_dtensors(root: Path) -> None:
     assert guilty == KNOWS_DTENSOR
 
 
+def _layers(design: str, package: str) -> dict[str, int]:
+    """Return the layer of every module and package that docs/design.md part 1 names."""
+    line = next(line for line in design.splitlines() if line.startswith(f"{package}:  "))
+    layers = enumerate(line.partition(":")[2].split("|"))
+    return {name.strip("/"): layer for layer, names in layers for name in names.split()}
+
+
+def test_packages_import_only_from_their_own_layer_and_below(root: Path) -> None:
+    layers = _layers((root / "docs" / "design.md").read_text(), "spmd_verify")
+    modules = _modules(root / "spmd_verify")
+    packages = {path.parent.name for path in modules.values()} - {"spmd_verify", "page"}
+    assert packages <= set(layers)
+
+    guilty = {
+        (name, imported)
+        for name, path in modules.items()
+        for imported in _imports(path, at_load_only=True)
+        if _is_in(imported, "spmd_verify") and name.partition(".")[0] in layers
+        if layers.get(imported.split(".")[1] if "." in imported else "", 0)
+        > layers[name.partition(".")[0]]
+    }
+
+    assert guilty == set()
+
+
 @pytest.mark.parametrize("package", ["spmd", "spmd_verify"])
 def test_there_are_no_import_cycles(root: Path, package: str) -> None:
     modules = _modules(root / package)
@@ -288,7 +319,7 @@ def test_modules_stay_below_450_lines_and_have_plain_ascii(root: Path, package: 
 
 def test_no_model_is_named_outside_the_data_file(root: Path) -> None:
     """A name is special-cased when it stands in the source as a string of its own."""
-    from spmd_verify.hf_shrink import rules
+    from spmd_verify.hf.shrink import rules
 
     names = {*rules()["types"], *rules()["overrides"]}
     guilty = {

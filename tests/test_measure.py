@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from spmd_verify.layouts import Region
-from spmd_verify.mapped import MappedTensors
 from spmd_verify.measure import Task, measure
 from spmd_verify.norms import LARGEST_STACKED
-from spmd_verify.store import Entry
+from spmd_verify.stored.mapped import MappedTensors
+from spmd_verify.stored.store import Entry
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool)
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from spmd import DataParallel, lockstep
-from spmd_verify.case import load_case
+from spmd_verify.cases.case import load_case
 
 
 @pytest.mark.parametrize("style", ["replicate", "fully_shard"])

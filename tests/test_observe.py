@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grad_value_
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import checkpoint
 
-from spmd_verify.observe import Observer, observed, positional_names
+from spmd_verify.reference.observe import Observer, observed, positional_names
 
 
 class Net(nn.Module):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from spmd_verify import pytest_messages, pytest_plugin
-from spmd_verify.case_reading import read
+from spmd_verify.cases.reading import read
 from spmd_verify.record import Cause, Cell, FirstDivergence, Record, Row, WorstElement
 
 MODEL = """

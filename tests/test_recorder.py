@@ -10,9 +10,9 @@ from ranked import Ranks
 from torch import nn
 
 import spmd_verify
-from spmd_verify import dump
 from spmd_verify.dtensor_layouts import layout_of
-from spmd_verify.dump_format import Key
+from spmd_verify.dumps import dump
+from spmd_verify.dumps.format import Key
 from spmd_verify.errors import UsageError
 from spmd_verify.layouts import describe
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from spmd_verify.examination.redraws import DRAWS, redraw
 from spmd_verify.record import Row
-from spmd_verify.redraws import DRAWS, redraw
 
 REFERENCE = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64)
 

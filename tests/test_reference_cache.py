@@ -12,14 +12,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from spmd_verify import cli, reference_key, run
+from spmd_verify import cli, run
 from spmd_verify.arguments import parse_arguments
-from spmd_verify.case import load_case
+from spmd_verify.cases.case import load_case
 from spmd_verify.errors import ReferenceRunError
 from spmd_verify.options import Options
-from spmd_verify.reference_cache import MANIFEST, ReferenceCache, cache_folder
 from spmd_verify.runner.jobs import write_reference
 from spmd_verify.runner.specs import CaseSpec, ReferenceReport, ReferenceSpec, decode, encode
+from spmd_verify.stored import key as reference_key
+from spmd_verify.stored.cache import MANIFEST, ReferenceCache, cache_folder
 
 CaseWriter = Callable[..., str]
 NAMES = ("index.json", "step-0000.safetensors")

@@ -11,8 +11,8 @@ import junitparser
 import pytest
 from records import cell, every_verdict, failing, row
 
-from spmd_verify.certificate import Certificate, Outcome, put
 from spmd_verify.exit_codes import decide
+from spmd_verify.planting.certificate import Certificate, Outcome, put
 from spmd_verify.record import Record
 from spmd_verify.reporters import FORMATS, github, md, suites
 

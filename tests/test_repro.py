@@ -15,7 +15,7 @@ from spmd_verify.errors import UsageError
 from spmd_verify.options import Options
 from spmd_verify.progress import Progress
 from spmd_verify.record import Record, encode
-from spmd_verify.repro import write_repro
+from spmd_verify.repros.repro import write_repro
 from spmd_verify.run import verify
 
 NORMALISED = """

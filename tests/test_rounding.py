@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from spmd_verify import rounding
-from spmd_verify.rounding import MARGINAL_TERMS, RandomRounding
+from spmd_verify.noise import rounding
+from spmd_verify.noise.rounding import MARGINAL_TERMS, RandomRounding
 
 U = 2.0**-24
 

@@ -12,10 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spmd_verify.given_gradients import GradientsGiven
-from spmd_verify.observe import Observer
-from spmd_verify.semantic import PerRank, Semantic, combination, first_coupled, fitted, semantic
-from spmd_verify.trajectory import StepRecord, model_snapshot
+from spmd_verify.causes.given_gradients import GradientsGiven
+from spmd_verify.examination.semantic import (
+    PerRank,
+    Semantic,
+    combination,
+    first_coupled,
+    fitted,
+    semantic,
+)
+from spmd_verify.reference.observe import Observer
+from spmd_verify.reference.trajectory import StepRecord, model_snapshot
 
 Loss = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
 RANKS = 2

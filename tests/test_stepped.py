@@ -9,8 +9,8 @@ import torch
 from judging_cases import make_case
 from torch import Tensor, nn
 
-from spmd_verify.single import make_reference
-from spmd_verify.trajectory import first_difference
+from spmd_verify.reference.single import make_reference
+from spmd_verify.reference.trajectory import first_difference
 
 
 class Counting(nn.Module):

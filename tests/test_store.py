@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from spmd_verify.errors import InternalError
 from spmd_verify.layouts import region
-from spmd_verify.store import Store
+from spmd_verify.stored.store import Store
 
 
 class Chunk:

@@ -6,8 +6,8 @@ import pytest
 from test_run import Events
 
 from spmd_verify import run
-from spmd_verify.bisection import Outcome, Search, Stopped
-from spmd_verify.flow import Flow
+from spmd_verify.examination.bisection import Outcome, Search, Stopped
+from spmd_verify.examination.flow import Flow
 from spmd_verify.options import Options
 from spmd_verify.record import Cell, Row
 from spmd_verify.runner.failures import Failure

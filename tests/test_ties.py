@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmd_verify import run
-from spmd_verify.case import LoadedCase, load_case
-from spmd_verify.deciding import call_of
-from spmd_verify.forcing import Forcing, NearTie
-from spmd_verify.near_ties import Noise, Recording, near_ties
+from spmd_verify.cases.case import LoadedCase, load_case
+from spmd_verify.examination.near_ties import Noise, Recording, near_ties
 from spmd_verify.options import Options
 from spmd_verify.record import Cell, Record
 from spmd_verify.reporters import terminal
 from spmd_verify.runner.specs import TIES_JOB
+from spmd_verify.ties.deciding import call_of
+from spmd_verify.ties.forcing import Forcing, NearTie
 
 aten = torch.ops.aten
 CaseWriter = Callable[..., str]
@@ -290,7 +290,7 @@ def test_rows_are_found_in_any_part_of_the_batch_and_any_stretch_of_a_split_dim(
 
 
 def test_a_call_with_too_many_values_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spmd_verify.forcing.LARGEST_SEARCH", 1)
+    monkeypatch.setattr("spmd_verify.ties.forcing.LARGEST_SEARCH", 1)
     forcing = Forcing(ties_of(torch.relu, torch.tensor([[1e-8, 1.0]]), noise=1e-7))
 
     with forcing.at("free", 0):
@@ -391,7 +391,7 @@ def test_without_the_replay_the_tie_is_a_mismatch(
     write_case: CaseWriter, judged: Callable[..., Record], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the replay is for: a correct style that fails."""
-    from spmd_verify.examiner import Examiner
+    from spmd_verify.examination.examiner import Examiner
 
     monkeypatch.setattr(Examiner, "_near_ties", lambda *_: [])
     (cell,) = judged(write_case(ROUTED), "tie_styles:ROUNDED", steps=1).cells

@@ -10,7 +10,7 @@ from test_run import Events
 from torch import Tensor, nn
 
 from spmd_verify import run
-from spmd_verify.case import load_case
+from spmd_verify.cases.case import load_case
 from spmd_verify.errors import CaseError
 from spmd_verify.mesh_spec import parse_mesh
 from spmd_verify.options import Options

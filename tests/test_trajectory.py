@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from spmd_verify.trajectory import (
+from spmd_verify.reference.trajectory import (
     first_difference,
     flatten,
     hyper_parameters,

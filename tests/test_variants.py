@@ -8,12 +8,12 @@ from test_run import Events
 
 import spmd.lockstep
 from spmd_verify import run
-from spmd_verify.case import load_case
+from spmd_verify.cases.case import load_case
+from spmd_verify.cases.training_step import micro_batches
 from spmd_verify.errors import CaseError, UsageError
 from spmd_verify.mesh_spec import parse_mesh
 from spmd_verify.options import Options
 from spmd_verify.record import Cell
-from spmd_verify.training_step import micro_batches
 from spmd_verify.variants import KEYS, Variants
 
 MODEL = """

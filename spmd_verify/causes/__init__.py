@@ -28,7 +28,7 @@ from spmd_verify.causes import (
     updates,
     words,
 )
-from spmd_verify.exhibit import Exhibit
+from spmd_verify.causes.exhibit import Exhibit
 from spmd_verify.record import Cause, Row
 
 Hypothesis = Callable[[Exhibit, Row], Cause | None]

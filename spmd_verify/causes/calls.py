@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from spmd_verify.causes.exhibit import Exhibit
 from spmd_verify.causes.gradients import counted, factor_of
 from spmd_verify.causes.words import cause, listed, names_of, number, rows_text
-from spmd_verify.exhibit import Exhibit
 from spmd_verify.record import Cause, Row
 
 # Ratios are read off gradients that carry noise; two of them are one value within this.

@@ -8,9 +8,9 @@ from typing import Final
 
 import torch
 
+from spmd_verify.causes.exhibit import Exhibit
 from spmd_verify.causes.gradients import counted, factor_of, spread
 from spmd_verify.causes.words import cause, listed, meaning, names_of, number
-from spmd_verify.exhibit import Exhibit
 from spmd_verify.layouts import Coordinate, take_region
 from spmd_verify.record import Cause, Row
 

@@ -8,10 +8,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from spmd_verify.causes.exhibit import Exhibit
 from spmd_verify.causes.gradients import is_own, left_by, part_gradients
 from spmd_verify.causes.patterns import before_step
 from spmd_verify.causes.words import cause, listed, names_of, owners_of, ranks_text
-from spmd_verify.exhibit import Exhibit
 from spmd_verify.layouts import take_region
 from spmd_verify.record import Cause, Row
 

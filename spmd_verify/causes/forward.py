@@ -9,14 +9,14 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from spmd_verify.causes.exhibit import Exhibit, subsets
 from spmd_verify.causes.gradients import left_by
 from spmd_verify.causes.patterns import MOST_SLICES
 from spmd_verify.causes.words import cause, listed, meaning, names_of, number
 from spmd_verify.compare import layouts
-from spmd_verify.exhibit import Exhibit, subsets
 from spmd_verify.layouts import Coordinate, Region, is_sharded, region, take_region
 from spmd_verify.record import Cause, Row
-from spmd_verify.trajectory import named_parameters
+from spmd_verify.reference.trajectory import named_parameters
 
 
 def affected(exhibit: Exhibit) -> list[str]:

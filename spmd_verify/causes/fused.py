@@ -9,9 +9,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from spmd_verify.causes.exhibit import Exhibit
 from spmd_verify.causes.forward import affected
 from spmd_verify.causes.words import cause
-from spmd_verify.exhibit import Exhibit
 from spmd_verify.norms import as_real
 from spmd_verify.record import Cause, Row
 

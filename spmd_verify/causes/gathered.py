@@ -13,14 +13,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from spmd_verify.causes.exhibit import Exhibit
 from spmd_verify.causes.forward import affected, module_of
 from spmd_verify.causes.gradients import left_by
 from spmd_verify.causes.words import cause, listed, meaning, number
-from spmd_verify.exhibit import Exhibit
 from spmd_verify.layouts import Coordinate, take_region
 from spmd_verify.norms import as_real
 from spmd_verify.record import Cause, Row
-from spmd_verify.trajectory import named_parameters
+from spmd_verify.reference.trajectory import named_parameters
 
 # A module with more parameters is not one that a wrong parameter can be told for.
 MOST_PARAMETERS: Final = 8

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from spmd_verify.causes.exhibit import Exhibit, Piece, fit
 from spmd_verify.causes.words import (
     cause,
     listed,
@@ -18,7 +19,6 @@ from spmd_verify.causes.words import (
     number,
     ranks_text,
 )
-from spmd_verify.exhibit import Exhibit, Piece, fit
 from spmd_verify.layouts import Coordinate, take_region
 from spmd_verify.norms import as_real
 from spmd_verify.record import Cause, Row

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from spmd_verify.causes.denominators import denominators
+from spmd_verify.causes.exhibit import Exhibit, Piece
 from spmd_verify.causes.forward import affected, sample_axes
 from spmd_verify.causes.gradients import counted, factor_of, spread
 from spmd_verify.causes.words import cause, listed, meaning, names_of, number
-from spmd_verify.denominators import denominators
-from spmd_verify.exhibit import Exhibit, Piece
 from spmd_verify.layouts import Coordinate
 from spmd_verify.record import Cause, Row
 

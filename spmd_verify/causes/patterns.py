@@ -8,8 +8,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from spmd_verify.causes.exhibit import Exhibit
 from spmd_verify.causes.words import cause, listed, names_of
-from spmd_verify.exhibit import Exhibit
 from spmd_verify.record import Cause, Row
 
 # Slices compared pair by pair; more of them are not searched for an order.

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from spmd_verify.causes.exhibit import Exhibit
 from spmd_verify.causes.forward import (
     affected,
     excess_of,
@@ -15,7 +16,6 @@ from spmd_verify.causes.forward import (
     value_before,
 )
 from spmd_verify.causes.words import cause, ranks_text, rows_text
-from spmd_verify.exhibit import Exhibit
 from spmd_verify.layouts import take_region
 from spmd_verify.record import Cause, Row
 

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from spmd_verify.causes.exhibit import Exhibit, subsets
 from spmd_verify.causes.words import cause, listed, names_of, number, ranks_text, rows_text
-from spmd_verify.exhibit import Exhibit, subsets
 from spmd_verify.layouts import Region, take_region
 from spmd_verify.record import Cause, Row
 

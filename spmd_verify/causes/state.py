@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from spmd_verify.causes.exhibit import Exhibit, fit
 from spmd_verify.causes.patterns import before_step
 from spmd_verify.causes.words import (
     cause,
@@ -14,7 +15,6 @@ from spmd_verify.causes.words import (
     ranks_text,
     rows_text,
 )
-from spmd_verify.exhibit import Exhibit, fit
 from spmd_verify.layouts import Coordinate, take_region
 from spmd_verify.record import Cause, Row
 from spmd_verify.seen_inputs import Argument

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+from spmd_verify.causes.exhibit import Exhibit
 from spmd_verify.causes.forward import affected, partial_over
 from spmd_verify.causes.words import cause, number
-from spmd_verify.exhibit import Exhibit
 from spmd_verify.record import Cause, Row
 
 

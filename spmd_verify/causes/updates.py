@@ -6,13 +6,13 @@ import math
 
 from torch import Tensor, nn
 
+from spmd_verify.causes.exhibit import Exhibit
 from spmd_verify.causes.gradients import left_by
 from spmd_verify.causes.patterns import before_step
 from spmd_verify.causes.words import cause, listed, meaning, names_of, number, ranks_text, rows_text
-from spmd_verify.exhibit import Exhibit
 from spmd_verify.layouts import take_region
 from spmd_verify.record import Cause, Row
-from spmd_verify.trajectory import optimizers_of
+from spmd_verify.reference.trajectory import optimizers_of
 
 # Share of a fault that running the optimizer on a shard may leave of it. Gradients that differ by
 # rounding move single elements of a bfloat16 product inside (Newton-Schulz) by 2^-8 of themselves;

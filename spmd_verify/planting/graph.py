@@ -20,8 +20,8 @@ from torch import Tensor, fx
 from spmd_verify.errors import Unsupported
 from spmd_verify.planting.faults import DRY_RUN, PAYLOAD_KINDS, Collective, Fault
 from spmd_verify.planting.payload import kept_if, scaled, shifted
-from spmd_verify.runner.failures import is_user_file
 from spmd_verify.styles.base import mesh_coordinates
+from spmd_verify.user_code import is_user_file
 
 aten = torch.ops.aten
 

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmd_verify.case import LoadedCase
+from spmd_verify.cases.case import LoadedCase
 from spmd_verify.layouts import region
 from spmd_verify.measure import Statistics
 from spmd_verify.planting.faults import GRADIENT_FACTOR, Fault, Watched
 from spmd_verify.planting.graph import GraphPlanting
 from spmd_verify.planting.watch import Watch
 from spmd_verify.seeding import seed_all
-from spmd_verify.store import Store
+from spmd_verify.stored.store import Store
 from spmd_verify.styles.base import Observation, Observed, Style, StyleContext, StyleRun
 
 # Far from the seeds of the steps, which count up from the case's.

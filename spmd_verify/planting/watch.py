@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from spmd_verify.planting.faults import PAYLOAD_KINDS, Collective, Fault
 from spmd_verify.planting.groups import MeshGroups
 from spmd_verify.planting.payload import scaled, shifted
-from spmd_verify.runner.failures import is_user_file
+from spmd_verify.user_code import is_user_file
 
 # The collective behind each operator of both namespaces (torch 2.13: the schemas of `c10d` and
 # `_c10d_functional`). Operators that only receive or wait carry no payload of this rank.

@@ -8,9 +8,15 @@ from typing import Final
 from tabulate import tabulate
 
 import spmd_verify.reporters.terminal as terminal
-from spmd_verify import certificate as certificates
-from spmd_verify.certificate import CAUGHT, EQUIVALENT, NOT_PLANTED, SURVIVED, Certificate
 from spmd_verify.exit_codes import fails
+from spmd_verify.planting import certificate as certificates
+from spmd_verify.planting.certificate import (
+    CAUGHT,
+    EQUIVALENT,
+    NOT_PLANTED,
+    SURVIVED,
+    Certificate,
+)
 from spmd_verify.planting.faults import EXPECTED_CAUSES, KINDS
 from spmd_verify.record import Cell, Record
 from spmd_verify.visible import visible

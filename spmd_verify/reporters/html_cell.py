@@ -7,9 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from spmd_verify import certificate as certificates
-from spmd_verify.certificate import CAUGHT, EQUIVALENT, NOT_PLANTED, SURVIVED, Certificate
 from spmd_verify.exit_codes import FAILING, fails
+from spmd_verify.planting import certificate as certificates
+from spmd_verify.planting.certificate import (
+    CAUGHT,
+    EQUIVALENT,
+    NOT_PLANTED,
+    SURVIVED,
+    Certificate,
+)
 from spmd_verify.record import Cause, Cell, Row
 from spmd_verify.reporters.html_text import counted, link, number
 from spmd_verify.reporters.paragraphs import first_row, ranges

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import msgspec
 
-from spmd_verify.certificate import SURVIVED
 from spmd_verify.exit_codes import FAILED
+from spmd_verify.planting.certificate import SURVIVED
 from spmd_verify.record import Record
 from spmd_verify.reporters.html_cell import GLYPHS, CellView, CertificateView, certified, seen
 

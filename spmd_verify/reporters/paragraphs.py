@@ -10,9 +10,10 @@ from typing import Any, Final
 
 import msgspec
 
-from spmd_verify import certificate, exit_codes
+from spmd_verify import exit_codes
+from spmd_verify.planting import certificate
 from spmd_verify.record import Cell, ExactInfo, Record, Row
-from spmd_verify.tie_replay import described
+from spmd_verify.ties.replay import described
 from spmd_verify.verdict import LIMITS
 from spmd_verify.visible import lines_of, visible
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import spmd_verify.reporters.paragraphs as paragraphs
-from spmd_verify import certificate
+from spmd_verify.planting import certificate
 from spmd_verify.record import ROOT, Cell, Record, Row
 from spmd_verify.verdict import STAGES
 from spmd_verify.visible import visible

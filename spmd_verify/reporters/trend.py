@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from spmd_verify.history import Entry, Point
+from spmd_verify.baselines.history import Entry, Point
 from spmd_verify.visible import visible
 
 _HEADERS: Final = ("cell", "verdict", "since", "error / noise", "seconds", "runs")

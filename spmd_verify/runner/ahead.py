@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from spmd_verify.case import load_case
+from spmd_verify.cases.case import load_case
 from spmd_verify.errors import Unsupported
-from spmd_verify.exact_case import ExactCase
+from spmd_verify.exact.case import ExactCase
 from spmd_verify.runner.specs import CaseSpec, decode
 from spmd_verify.styles import graph
 from spmd_verify.styles.base import StyleContext

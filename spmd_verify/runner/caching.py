@@ -8,12 +8,12 @@ from pathlib import Path
 
 import msgspec
 
-from spmd_verify.case import LoadedCase
-from spmd_verify.exact_case import ExactCase
-from spmd_verify.reference_cache import ReferenceCache
-from spmd_verify.reference_key import reference_key, still_holds
+from spmd_verify.cases.case import LoadedCase
+from spmd_verify.exact.case import ExactCase
 from spmd_verify.runner.specs import ReferenceReport, ReferenceSpec, decode, encode
 from spmd_verify.stopwatch import Stopwatch
+from spmd_verify.stored.cache import ReferenceCache
+from spmd_verify.stored.key import reference_key, still_holds
 
 Make = Callable[[Stopwatch], ReferenceReport]
 

@@ -14,19 +14,19 @@ from typing import Any
 
 import torch
 
-from spmd_verify.case import LoadedCase
+from spmd_verify.cases.case import LoadedCase
 from spmd_verify.compare import compare, fitting_parts, hyper_parameter_differences
 from spmd_verify.errors import SpmdVerifyError, Unsupported
-from spmd_verify.exact_case import ExactCase
-from spmd_verify.exact_grid import is_power
-from spmd_verify.forcing import Forcing
+from spmd_verify.exact.case import ExactCase
+from spmd_verify.exact.grid import is_power
 from spmd_verify.layouts import region
 from spmd_verify.measure import Statistics
+from spmd_verify.reference.stepped import evaluates_after
+from spmd_verify.reference.trajectory import hyper_parameters, restore_hyper_parameters
 from spmd_verify.runner.dumping import DumpTaker
-from spmd_verify.stepped import evaluates_after
-from spmd_verify.store import Store
+from spmd_verify.stored.store import Store
 from spmd_verify.styles.base import Observation, Observed, Style, StyleContext, StyleRun
-from spmd_verify.trajectory import hyper_parameters, restore_hyper_parameters
+from spmd_verify.ties.forcing import Forcing
 from spmd_verify.user_code import UserCode
 from spmd_verify.verdict import CARRIED_STAGES
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from spmd_verify.dump import Entry, write_rank
+from spmd_verify.dumps.dump import Entry, write_rank
 from spmd_verify.layouts import partial_axes, region
-from spmd_verify.store import Store
+from spmd_verify.stored.store import Store
 from spmd_verify.styles.base import Observation, StyleContext, mesh_coordinates
 
 

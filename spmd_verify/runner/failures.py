@@ -8,10 +8,8 @@ cause; if all are, they disagree about which collective comes next.
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import sysconfig
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, NoReturn
 
@@ -19,6 +17,7 @@ import msgspec
 
 from spmd_verify import errors
 from spmd_verify.runner.messages import Raised, Refused
+from spmd_verify.user_code import is_user_file
 
 FailureKind = Literal["raised", "died", "hung", "refused"]
 
@@ -38,10 +37,6 @@ _FOLLOWER_TEXTS = (
 )
 """What gloo, nccl and the stores say when another rank is gone (observed on torch 2.13)."""
 
-_PACKAGES = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-_OWN_FOLDERS = tuple(os.path.join(_PACKAGES, name) + os.sep for name in ("spmd", "spmd_verify"))
-_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
-_SITE = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 _TORCH = re.compile(r"[/\\](?:site|dist)-packages[/\\]torch[/\\]")
 _COLLECTIVE = re.compile(r"[/\\]torch[/\\]distributed[/\\]")
 # Where collectives and groups are made: what they raise is about ranks, not about a style.
@@ -120,13 +115,6 @@ class Failure(msgspec.Struct, frozen=True):
             raise kind(error.message, slug=error.slug, detail=error.detail)
         detail = "" if error is None else error.traceback
         raise errors.RankError(self.message, slug=self.slug, detail=detail)
-
-
-def is_user_file(path: str) -> bool:
-    """Say whether a source file is the user's: not torch, Python's, or ours."""
-    if path.startswith("<") or path.startswith(_OWN_FOLDERS) or _TORCH.search(path):
-        return False
-    return bool(_SITE.search(path)) or not path.startswith(_STDLIB)
 
 
 def user_frame(frames: Sequence[Frame]) -> Frame | None:

@@ -13,12 +13,12 @@ from torch import Tensor
 from spmd_verify.boundaries import Boundaries
 from spmd_verify.compare import compare
 from spmd_verify.errors import Unsupported
+from spmd_verify.reference.stepped import evaluates_after
+from spmd_verify.reference.trajectory import Observation
 from spmd_verify.runner.drive import Drive, anchor
 from spmd_verify.runner.specs import CellReport, Feeding, encode
-from spmd_verify.stepped import evaluates_after
 from spmd_verify.styles.base import mesh_coordinates
 from spmd_verify.styles.eager import EagerRun
-from spmd_verify.trajectory import Observation
 
 # What tells whether a step became right.
 _STAGES = ("loss", "gradients")

@@ -14,22 +14,23 @@ import msgspec
 import torch
 from torch import nn
 
-from spmd_verify import garbage, noise, styles
-from spmd_verify.adversarial_case import AdversarialCase
-from spmd_verify.adversarial_search import with_even_size, with_uneven_size
-from spmd_verify.case import LoadedCase, load_case
-from spmd_verify.exact_case import ExactCase
-from spmd_verify.exact_reference import make_exact_reference
-from spmd_verify.forcing import Forcing, read_ties
+from spmd_verify import garbage, styles
+from spmd_verify.adversarial.case import AdversarialCase
+from spmd_verify.adversarial.search import with_even_size, with_uneven_size
+from spmd_verify.cases.case import LoadedCase, load_case
+from spmd_verify.exact.case import ExactCase
+from spmd_verify.exact.reference import make_exact_reference
 from spmd_verify.judge import Judgement, judge
 from spmd_verify.measure import Statistics
+from spmd_verify.noise import runs as noise
 from spmd_verify.planting.planted import PlantedStyle
 from spmd_verify.record import Cell
+from spmd_verify.reference.single import make_reference
+from spmd_verify.reference.trajectory import named_parameters, optimizers_of
 from spmd_verify.runner.ahead import Ahead
 from spmd_verify.runner.caching import through_cache
 from spmd_verify.runner.drive import Drive
 from spmd_verify.runner.dumping import DumpTaker
-from spmd_verify.runner.failures import is_user_file
 from spmd_verify.runner.fed import fed_step
 from spmd_verify.runner.resumed import resumed, strict_state
 from spmd_verify.runner.specs import (
@@ -46,12 +47,12 @@ from spmd_verify.runner.specs import (
     encode,
 )
 from spmd_verify.runner.worker import Context, job
-from spmd_verify.single import make_reference
 from spmd_verify.stopwatch import Stopwatch
-from spmd_verify.store import Store, write_store
+from spmd_verify.stored.store import Store, write_store
 from spmd_verify.styles.base import Style, StyleContext, mesh_coordinates
 from spmd_verify.styles.user import mesh_of
-from spmd_verify.trajectory import named_parameters, optimizers_of
+from spmd_verify.ties.forcing import Forcing, read_ties
+from spmd_verify.user_code import is_user_file
 
 
 @job

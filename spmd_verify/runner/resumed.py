@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from spmd_verify.case import LoadedCase
+from spmd_verify.cases.case import LoadedCase
 from spmd_verify.errors import Unsupported
 from spmd_verify.record import Row
 from spmd_verify.runner.drive import Drive, anchor

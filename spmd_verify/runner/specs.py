@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from spmd_verify.certificate import Sensitivity
+from spmd_verify.planting.certificate import Sensitivity
 from spmd_verify.planting.faults import Fault, Watched
 from spmd_verify.record import ExactInfo, Tie
 from spmd_verify.runner.failures import Failure
@@ -23,10 +23,10 @@ REFERENCE_JOB = "spmd_verify.runner.jobs:write_reference"
 CAPTURE = "spmd_verify.runner.ahead:capture"
 CELL_JOB = "spmd_verify.runner.jobs:run_cell"
 JUDGE_JOB = "spmd_verify.runner.jobs:judge_cell"
-EXAMINE_JOB = "spmd_verify.examine:examine_cell"
-TIES_JOB = "spmd_verify.near_ties:find_ties"
+EXAMINE_JOB = "spmd_verify.examination.examine:examine_cell"
+TIES_JOB = "spmd_verify.examination.near_ties:find_ties"
 LOCATE_JOB = "spmd_verify.runner.jobs:locate_operator"
-FEEDING_JOB = "spmd_verify.feeding:plan_feeding"
+FEEDING_JOB = "spmd_verify.examination.feeding:plan_feeding"
 SURVEY_JOB = "spmd_verify.runner.survey:survey"
 CHECKUP_JOB = "spmd_verify.runner.checkup:sum_ranks"
 

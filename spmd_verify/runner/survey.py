@@ -5,7 +5,7 @@ from __future__ import annotations
 from spmd_verify.runner.specs import Survey, decode, encode
 from spmd_verify.runner.worker import Context, job
 from spmd_verify.sensitivity import moved, sensitivities
-from spmd_verify.store import Store
+from spmd_verify.stored.store import Store
 
 
 @job

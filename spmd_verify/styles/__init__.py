@@ -12,7 +12,7 @@ from spmd_verify.errors import Unsupported
 from spmd_verify.style_ids import ENTRY_POINTS
 
 if TYPE_CHECKING:
-    from spmd_verify.case import LoadedCase
+    from spmd_verify.cases.case import LoadedCase
     from spmd_verify.styles.base import Style
 
 _HOMES: Final[dict[str, str]] = {

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spmd_verify.observe import is_in_backward
+from spmd_verify.reference.observe import is_in_backward
 from spmd_verify.styles.sequence import chunked, gathered
 
 aten = torch.ops.aten

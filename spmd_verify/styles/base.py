@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import torch
 
-from spmd_verify.case import LoadedCase
+from spmd_verify.cases.case import LoadedCase
+from spmd_verify.reference.trajectory import Observation, Observed
 from spmd_verify.stopwatch import Stopwatch
-from spmd_verify.trajectory import Observation, Observed
 
 __all__ = ["Observation", "Observed", "Style", "StyleContext", "StyleRun"]
 

@@ -15,23 +15,23 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from spmd_verify.case import LoadedCase
+from spmd_verify.cases.case import LoadedCase
+from spmd_verify.cases.training_step import evaluation, evaluation_mode
 from spmd_verify.dtensor_layouts import is_distributed, is_wrapper, local_part
 from spmd_verify.errors import Unsupported
 from spmd_verify.layouts import describe, region
-from spmd_verify.naming import Names
-from spmd_verify.observe import Observer, positional_names
 from spmd_verify.parts import WHOLE
+from spmd_verify.reference.naming import Names
+from spmd_verify.reference.observe import Observer, positional_names
+from spmd_verify.reference.stepped import labels
+from spmd_verify.reference.trajectory import flatten, optimizers_of, parameter_groups
 from spmd_verify.seeding import seed_all
-from spmd_verify.stepped import labels
 from spmd_verify.styles.base import Observation, Observed, StyleContext
 from spmd_verify.styles.gathering import Places, gathered, places
 from spmd_verify.styles.inference import Ambiguous, infer
 from spmd_verify.styles.rank_batches import part_of
 from spmd_verify.styles.recipe import Recipe
 from spmd_verify.styles.switches import compile_model, recompute_blocks, refuse_policy
-from spmd_verify.training_step import evaluation, evaluation_mode
-from spmd_verify.trajectory import flatten, optimizers_of, parameter_groups
 
 # Stages whose tensors `gather_NAME` is asked about.
 GATHERED_STAGES: Final = frozenset(

@@ -24,17 +24,14 @@ import spmd.lockstep
 from spmd.errors import InternalError, LayoutError, SpmdError
 from spmd.lockstep import CaptureCache
 from spmd.session import CompiledStep
-from spmd_verify.case import LoadedCase
+from spmd_verify.cases.case import LoadedCase
+from spmd_verify.cases.training_step import evaluation, evaluation_mode
 from spmd_verify.errors import Unsupported
 from spmd_verify.garbage import collecting_later
 from spmd_verify.layouts import is_partial, reduce_op
-from spmd_verify.observe import observed
-from spmd_verify.stepped import labels
-from spmd_verify.styles import graph_modes as modes
-from spmd_verify.styles.base import Observation, Observed, StyleContext
-from spmd_verify.styles.switches import recompute_blocks, refuse_compile, refuse_policy
-from spmd_verify.training_step import evaluation, evaluation_mode
-from spmd_verify.trajectory import (
+from spmd_verify.reference.observe import observed
+from spmd_verify.reference.stepped import labels
+from spmd_verify.reference.trajectory import (
     flatten,
     hyper_parameters,
     named_buffers,
@@ -43,6 +40,9 @@ from spmd_verify.trajectory import (
     normalised,
     optimizers_of,
 )
+from spmd_verify.styles import graph_modes as modes
+from spmd_verify.styles.base import Observation, Observed, StyleContext
+from spmd_verify.styles.switches import recompute_blocks, refuse_compile, refuse_policy
 
 Transformation = Callable[[fx.GraphModule], fx.GraphModule]
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.utils import _pytree as pytree
 
 import spmd
-from spmd_verify.case import LoadedCase
+from spmd_verify.cases.case import LoadedCase
 from spmd_verify.errors import Unsupported
 from spmd_verify.style_ids import DATA_AXES
 from spmd_verify.styles.base import StyleContext

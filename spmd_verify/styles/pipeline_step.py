@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.utils import _pytree as pytree
 
-from spmd_verify.case import LoadedCase
+from spmd_verify.cases.case import LoadedCase
 from spmd_verify.errors import Unsupported
+from spmd_verify.reference.trajectory import named_parameters, optimizers_of
 from spmd_verify.seeding import RandomState
-from spmd_verify.trajectory import named_parameters, optimizers_of
 
 # What `clip_grad_norm_` calls for the norm of all gradients, torch 2.13 nn/utils/clip_grad.py.
 _TOTAL_NORM = "_get_total_norm"

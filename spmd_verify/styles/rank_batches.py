@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from spmd_verify.case import LoadedCase
+from spmd_verify.cases.case import LoadedCase
 from spmd_verify.errors import Unsupported
 from spmd_verify.parts import rank_part
 from spmd_verify.styles.base import StyleContext

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from spmd_verify.case import LoadedCase
+from spmd_verify.cases.case import LoadedCase
 
 
 class Recipe(Protocol):

@@ -14,10 +14,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from spmd_verify.case import LoadedCase
-from spmd_verify.naming import Names
-from spmd_verify.observe import Observer
-from spmd_verify.trajectory import named_parameters
+from spmd_verify.cases.case import LoadedCase
+from spmd_verify.reference.naming import Names
+from spmd_verify.reference.observe import Observer
+from spmd_verify.reference.trajectory import named_parameters
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from spmd_verify.errors import Unsupported
 from spmd_verify.layouts import describe
+from spmd_verify.reference.trajectory import hyper_parameters, restore_hyper_parameters
 from spmd_verify.styles.base import StyleRun
 from spmd_verify.styles.eager import EagerRun
-from spmd_verify.trajectory import hyper_parameters, restore_hyper_parameters
 
 STATE_DICT: Final = "state_dict"
 CHECKPOINT: Final = "checkpoint"

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from spmd_verify.case import LoadedCase
+from spmd_verify.cases.case import LoadedCase
+from spmd_verify.cases.training_step import Handling
 from spmd_verify.errors import Unsupported
 from spmd_verify.style_ids import DATA_AXES
 from spmd_verify.styles.rank_batches import refuse_uneven
 from spmd_verify.styles.torch_refusals import torch_refuses
-from spmd_verify.training_step import Handling
 
 # Data axes of the meshes that messages show, by how many there are.
 _EXAMPLES: Final[tuple[tuple[str, ...], ...]] = ((), ("dp",), ("replicate", "shard"))

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spmd_verify.case import LoadedCase
+from spmd_verify.cases.case import LoadedCase
 from spmd_verify.errors import Unsupported
-from spmd_verify.exact_case import ExactCase
+from spmd_verify.exact.case import ExactCase
 from spmd_verify.styles.attention_calls import Call, answered
 from spmd_verify.styles.attention_products import Products, ProductWatch, SplitProducts
 from spmd_verify.styles.base import StyleContext

@@ -9,7 +9,7 @@ from typing import Any, Final
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from spmd_verify.case import LoadedCase
+from spmd_verify.cases.case import LoadedCase
 from spmd_verify.styles.base import StyleContext
 from spmd_verify.styles.eager import EagerRun, EagerStyle
 from spmd_verify.styles.rank_batches import part_of

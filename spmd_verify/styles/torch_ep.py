@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
-from spmd_verify.case import LoadedCase
+from spmd_verify.cases.case import LoadedCase
 from spmd_verify.errors import Unsupported
 from spmd_verify.parts import WHOLE, Chunk
 from spmd_verify.styles.base import StyleContext

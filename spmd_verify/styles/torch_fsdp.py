@@ -11,14 +11,14 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from spmd_verify.blocks import blocks_of
-from spmd_verify.case import LoadedCase
+from spmd_verify.cases.case import LoadedCase
+from spmd_verify.cases.training_step import Handling
 from spmd_verify.errors import Unsupported
 from spmd_verify.styles.base import StyleContext
 from spmd_verify.styles.eager import EagerRun, EagerStyle
 from spmd_verify.styles.rank_batches import part_of
 from spmd_verify.styles.rehearsal import Rehearsal, rehearse
 from spmd_verify.styles.torch_base import TorchRecipe, check_axes
-from spmd_verify.training_step import Handling
 
 
 @dataclass(frozen=True)

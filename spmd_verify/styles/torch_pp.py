@@ -18,11 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from spmd_verify.blocks import blocks_of
-from spmd_verify.case import LoadedCase
+from spmd_verify.cases.case import LoadedCase
 from spmd_verify.errors import Unsupported
-from spmd_verify.exact_case import ExactCase
+from spmd_verify.exact.case import ExactCase
 from spmd_verify.micro_batches import micro_batch_count, micro_batches
-from spmd_verify.observe import Observer
+from spmd_verify.reference.observe import Observer
+from spmd_verify.reference.trajectory import optimizers_of
 from spmd_verify.seeding import RandomState
 from spmd_verify.style_ids import DATA_AXES
 from spmd_verify.styles.base import Observed, StyleContext
@@ -33,7 +34,6 @@ from spmd_verify.styles.pipeline_step import OwnStep, StepForm, shared, step_for
 from spmd_verify.styles.rank_batches import part_of
 from spmd_verify.styles.torch_base import TorchRecipe, check_axes
 from spmd_verify.styles.torch_refusals import torch_refuses
-from spmd_verify.trajectory import optimizers_of
 
 AXIS: Final = "pp"
 _SCHEDULES: Final = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}

@@ -9,7 +9,7 @@ from typing import Any, Final
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from spmd_verify.case import LoadedCase
+from spmd_verify.cases.case import LoadedCase
 from spmd_verify.errors import Unsupported
 from spmd_verify.styles.base import StyleContext
 from spmd_verify.styles.eager import EagerRun, EagerStyle

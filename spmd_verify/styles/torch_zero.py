@@ -15,13 +15,13 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
-from spmd_verify.case import LoadedCase
+from spmd_verify.cases.case import LoadedCase
 from spmd_verify.errors import Unsupported
-from spmd_verify.naming import Names
+from spmd_verify.reference.naming import Names
+from spmd_verify.reference.trajectory import optimizers_of
 from spmd_verify.styles.base import StyleContext
 from spmd_verify.styles.eager import EagerRun
 from spmd_verify.styles.torch_ddp import DdpRecipe, DdpStyle
-from spmd_verify.trajectory import optimizers_of
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spmd_verify.case import LoadedCase
-from spmd_verify.model_build import evaluating
+from spmd_verify.cases.case import LoadedCase
+from spmd_verify.cases.model_build import evaluating
 from spmd_verify.styles.tp_trial import Linear, can_stay_split, is_tokenwise, linear_of
 from spmd_verify.styles.tp_watch import Call, Watched, watching
 

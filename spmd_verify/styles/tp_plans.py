@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from spmd_verify.case import LoadedCase
+from spmd_verify.cases.case import LoadedCase
 from spmd_verify.dtensor_layouts import local_of
 from spmd_verify.errors import CaseError
 from spmd_verify.styles.tp_derive import (

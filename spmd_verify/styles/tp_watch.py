@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from spmd_verify.observe import is_in_backward
+from spmd_verify.reference.observe import is_in_backward
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from spmd_verify.case import LoadedCase
+from spmd_verify.cases.case import LoadedCase
+from spmd_verify.cases.hooks import UserStyle
+from spmd_verify.cases.training_step import Handling
 from spmd_verify.errors import CaseError
-from spmd_verify.hooks import UserStyle
 from spmd_verify.parts import WHOLE
 from spmd_verify.styles.eager import EagerStyle
 from spmd_verify.styles.rank_batches import refuse_empty
 from spmd_verify.styles.torch_base import unsynchronised
-from spmd_verify.training_step import Handling
 from spmd_verify.user_code import UserCode
 
 

@@ -1,0 +1,1 @@
+"""Cases: found, loaded, built and stepped."""

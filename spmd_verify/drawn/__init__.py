@@ -1,0 +1,1 @@
+"""Drawn models: random training programs, judged under the engine's styles, shrunk, written."""

@@ -1,0 +1,1 @@
+"""Cases from Hugging Face architectures, shrunk."""

@@ -1,0 +1,1 @@
+"""What one device computes: run, watched, stored, cached."""

@@ -1,0 +1,1 @@
+"""Reproducing scripts: one cell of a record as plain torch and gloo."""

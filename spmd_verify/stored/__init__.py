@@ -1,0 +1,1 @@
+"""References on disk: written once, read in slices by ranks, kept between runs."""

@@ -1,0 +1,1 @@
+"""Decisions within noise: found, forced, replayed."""
