@@ -28,6 +28,8 @@ FOLDER = ROOT / "reports" / "table"
 EXAMPLES = ("mlp", "transformer", "conv", "moe", "recurrent")
 DTYPES = ("float64", "float32")
 SWEEPS = {"": ("2", "4"), "?batch=7": ("4",), "?batch=2": ("4",)}
+# Other modes of the engine have the styles table.
+STYLES = ("replicate", "fully_shard", "default", "dtensor_expand")
 EXAMPLE_MESHES = ("2", "3", "4")
 # A float64 row whose noise is this far above its scale is fed by a coarser island: float64
 # rounding stays a thousand times below, float32 rounding a thousand times above.
@@ -65,7 +67,7 @@ def judge(address: str, dtype: str, meshes: tuple[str, ...]) -> dict[str, Any]:
     options = Options(
         no_cache=True,
         targets=(address,),
-        styles=("engine",),
+        styles=STYLES,
         dtype=dtype,
         runner="lockstep",
         mesh_sweep=tuple(parse_mesh(mesh) for mesh in meshes),
