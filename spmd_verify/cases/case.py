@@ -41,6 +41,7 @@ from spmd_verify.cases.model_build import (
     forward_parameters,
     is_lazy,
     materialise,
+    misfit,
     named_tensors,
     positional_names,
     required_names,
@@ -330,8 +331,16 @@ class LoadedCase:
             "The training step on one device, before any parallel style,",
             path=self.path,
             slug="forward-raised",
+            remedy=self._misfit(),
             kind=ReferenceRunError,
         )
+
+    def _misfit(self) -> str:
+        """Say how the inputs do not fit forward; "" where they do or the file has a step."""
+        if self.hooks.step is not None:
+            return ""
+        args, kwargs, _ = self.split(self.batch(0))
+        return misfit(self.forward_parameters, args, kwargs)
 
     def factory_mode(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context every step of this case runs in: see `factory_dtype`, `no_random`."""

@@ -171,6 +171,21 @@ def positional_names(parameters: Mapping[str, inspect.Parameter]) -> tuple[str, 
     return tuple(name for name, entry in parameters.items() if entry.kind in _POSITIONAL)
 
 
+def misfit(
+    parameters: Mapping[str, inspect.Parameter], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> str:
+    """Say how arguments do not fit what forward takes, and what to do; "" where they do."""
+    try:
+        inspect.Signature(list(parameters.values())).bind(*args, **kwargs)
+    except TypeError as error:
+        given = ", ".join([f"{len(args)} in order"] * bool(args) + list(kwargs))
+        return (
+            f"get_inputs gives {given or 'nothing'}, forward takes ({', '.join(parameters)}): "
+            f"{error}. Labels come from get_targets()"
+        )
+    return ""
+
+
 def required_names(function: Callable[..., Any]) -> tuple[str, ...]:
     """Return the positional parameters of a function that have no default."""
     parameters = inspect.signature(function).parameters
