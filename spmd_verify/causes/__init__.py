@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from spmd_verify.causes import (
+    backward,
     calls,
     clips,
     exchanged,
@@ -20,6 +21,7 @@ from spmd_verify.causes import (
     gathered,
     gradients,
     means,
+    order,
     patterns,
     positions,
     shards,
@@ -37,6 +39,7 @@ FORWARD: Final[Sequence[Hypothesis]] = (
     forward.batch_statistics,
     forward.random_stream,
     forward.additive_bias,
+    order.rows_before,
     unreduced.unreduced_output,
     patterns.layout,
     forward.whole_factor,
@@ -44,6 +47,7 @@ FORWARD: Final[Sequence[Hypothesis]] = (
     fused.fused_projection,
     forward.coupled_samples,
     patterns.precision,
+    order.rows_weighted,
     gathered.gathered,
 )
 LOSS: Final[Sequence[Hypothesis]] = (
@@ -58,6 +62,7 @@ LOSS: Final[Sequence[Hypothesis]] = (
     forward.whole_factor,
     unreduced.unreduced_output,
     fused.fused_projection,
+    order.labels_of_others,
     patterns.precision,
 )
 GRADIENTS: Final[Sequence[Hypothesis]] = (
@@ -82,6 +87,8 @@ GRADIENTS: Final[Sequence[Hypothesis]] = (
     exchanged.exchanged,
     gradients.random_stream,
     means.cross_sample,
+    backward.kept_gradient,
+    order.gradients_of_others,
     patterns.precision,
     positions.gradient_rows,
 )

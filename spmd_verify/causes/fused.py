@@ -11,6 +11,7 @@ from torch import Tensor
 
 from spmd_verify.causes.exhibit import Exhibit
 from spmd_verify.causes.forward import affected
+from spmd_verify.causes.interventions import parameters_changed
 from spmd_verify.causes.words import cause
 from spmd_verify.norms import as_real
 from spmd_verify.record import Cause, Row
@@ -35,7 +36,9 @@ def fused_projection(exhibit: Exhibit, row: Row) -> Cause | None:
         order = _order(blocks, exhibit.axes[axis])
         change = partial(_reordered, order=order)
         names = [f"{module}.{each}" for each in ("weight", "bias")]
-        record = exhibit.runs.record(exhibit.batch, changed=dict.fromkeys(names, change))
+        record = exhibit.runs.record(
+            exhibit.batch, within=parameters_changed(dict.fromkeys(names, change))
+        )
         if record is None or not _agrees(exhibit, tested, record[tested.stage].get(tested.name)):
             continue
         text = (

@@ -7,7 +7,7 @@ what it explains.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +42,8 @@ from spmd_verify.stored.store import Store
 RAW = "raw"
 # Numbers of the parameter groups after the step, likewise.
 HYPER = "hyper_parameters"
+# What a run does otherwise than the case: a context around its step, made for the model.
+Intervention = Callable[[nn.Module], AbstractContextManager[Any]]
 # Loss terms looked at: enough for auxiliary losses of a few layers.
 MOST_TERMS = 24
 
@@ -90,9 +92,9 @@ class PartRuns:
         draws: CaseDtypeDraws | None = None,
         *,
         in_float64: bool = True,
-        changed: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
         is_micro: bool = False,
         rounding: int | None = None,
+        within: Intervention | None = None,
     ) -> StepRecord | None:
         """Return everything of one step on a batch; None where it cannot be run.
 
@@ -100,27 +102,24 @@ class PartRuns:
             batch: The batch.
             draws: Casts and traces what the step draws instead of the usual mode.
             in_float64: False for a run in the case's dtype.
-            changed: Makes other values of parameters, by name, before the step.
             is_micro: The batch is what one forward gets: no micro-steps of its own.
             rounding: Seed of random rounding at operator outputs; None for none.
+            within: Changes what the step does while it runs; see `interventions`.
         """
         case = self.device.twin if in_float64 else self.case
         if is_micro:
             case = case.with_variants(accumulate=1)
         try:
             model, optimizer = self._prepared(in_float64=in_float64)
-            named = named_parameters(model)[0]
-            with torch.no_grad():
-                for name, change in (changed or {}).items():
-                    if name in named:
-                        named[name].copy_(change(named[name]))
             rounded = _rounded(rounding, case.dtype)
             around = self._around(draws, in_float64=in_float64)
-            with around, rounded, _raw_gradients(model) as raw:
+            meddled = nullcontext() if within is None else within(model)
+            with around, rounded, meddled, _raw_gradients(model) as raw:
                 found = observed_step(case)(model, optimizer, self._cast(batch, case.dtype))
             return {**found, RAW: raw, **snapshot(model, optimizer)}
         except Exception as error:  # noqa: BLE001 - user code on a batch nobody tried
-            self._failed("a part of the batch", error)
+            what = "a part of the batch" if within is None else "a hypothesis"
+            self._failed(what, error)
             return None
 
     def pieces(

@@ -83,6 +83,8 @@ def _lookup_without_offset(exhibit: Exhibit, row: Row, tolerance: float) -> Caus
     first = next(iter(exhibit.locals(row).values()), None)
     if weight is None or weight.ndim != 2 or first is None or first.shape != whole.shape:
         return None
+    if weight.shape[1] != whole.shape[-1]:
+        return None  # no table whose rows are looked up
     path = row.name.partition("[")[0].partition("#")[0]
     table = value_before(exhibit, f"{path}.weight", weight)
     for ids in pytree.tree_leaves(exhibit.batch):
