@@ -6,6 +6,7 @@ modules is what it would be on the ranks. What is said holds where all numbers o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from spmd_verify.causes.exhibit import Exhibit
+from spmd_verify.causes.forward import sample_axes
 from spmd_verify.causes.interventions import (
     IN,
     OUT,
@@ -25,13 +27,15 @@ from spmd_verify.causes.interventions import (
     part_of,
     side_text,
 )
-from spmd_verify.causes.words import cause, listed, names_of
-from spmd_verify.layouts import take_region
+from spmd_verify.causes.words import cause, listed
+from spmd_verify.layouts import Coordinate, take_region
 from spmd_verify.norms import as_real
 from spmd_verify.record import ROOT, Cause, Row
 
 # Each costs a step of one device per rank of the axis.
 _MOST_TRIED: Final = 24
+# Elements of gradients that are kept for the next tensor.
+_MOST_KEPT: Final = 1 << 20
 # Fewer numbers fit a hypothesis by chance.
 _FEWEST_ELEMENTS: Final = 4
 
@@ -63,11 +67,7 @@ def kept_gradient(exhibit: Exhibit, row: Row) -> Cause | None:
         found = _own_share(exhibit, row, split) or _other_axis(exhibit, row, split)
         if found is not None:
             return found
-    tried = 0
-    for split, dim in _gathers(exhibit, row):
-        tried += 1
-        if tried > _MOST_TRIED:
-            break
+    for split, dim in itertools.islice(_gathers(exhibit, row), _MOST_TRIED):
         found = _own_slice(exhibit, row, split, dim)
         if found is not None:
             return found
@@ -109,51 +109,70 @@ def _gathers(exhibit: Exhibit, row: Row) -> Iterator[tuple[_Split, int]]:
     places = [r.name for r in rows if r.name != ROOT and len(r.shape) > 1]
     # The gradient of a module's parameters is first wrong where its own output is gathered.
     places.sort(key=lambda name: name != owner)
+    data = sample_axes(exhibit)
     for name in places:
         for axis in exhibit.wide_axes:
-            for dim in range(min(len(root.shape) - 1, 2))[::-1]:
+            # Samples are cut along the first dim, what belongs to a sample along another.
+            first, last = (0, 1) if axis in data else (1, min(len(root.shape) - 1, 3))
+            for dim in range(first, last):
                 yield _Split(axis, [(ROOT, OUT)], dim, [(name, OUT)]), dim
 
 
-def _run(exhibit: Exhibit, row: Row, changes: dict[Side, Change]) -> Tensor | None:
-    """Return a gradient with others at some boundaries."""
-    record = exhibit.runs.record(exhibit.batch, within=gradients_changed(changes))
-    value = None if record is None else record["gradients"].get(row.name)
-    return None if value is None else as_real(value).to(torch.float64)
+# Of a change to a gradient: a name for it, and the change.
+_Done = tuple[str, Change]
 
 
-def _shares(exhibit: Exhibit, row: Row, split: _Split) -> list[Tensor] | None:
-    """Return the gradient with each rank's part alone; None where that cannot be run."""
-    found = []
-    size = exhibit.axes[split.axis]
-    for rank in range(size):
-        value = _run(exhibit, row, dict.fromkeys(split.at, part_of(rank, size, split.dim)))
-        if value is None:
-            return None
-        found.append(value)
-    return found
+def _run(exhibit: Exhibit, changes: dict[Side, _Done]) -> dict[str, Tensor]:
+    """Return all gradients with others at some boundaries; none where it cannot be run."""
+    key = tuple((side, name) for side, (name, _) in changes.items())
+    kept = exhibit.runs.kept
+    if key not in kept:
+        within = gradients_changed({side: change for side, (_, change) in changes.items()})
+        record = exhibit.runs.record(exhibit.batch, within=within)
+        known = {} if record is None else record["gradients"]
+        kept[key] = {n: as_real(value).to(torch.float64) for n, value in known.items()}
+        if sum(value.numel() for value in kept[key].values()) > _MOST_KEPT:
+            return kept.pop(key)
+    return kept[key]
+
+
+def _part(sides: Sequence[Side], rank: int, size: int, dim: int) -> dict[Side, _Done]:
+    """Return what leaves one rank's part of gradients."""
+    return dict.fromkeys(sides, (f"part {rank} of {size}, {dim}", part_of(rank, size, dim)))
 
 
 def _own_share(exhibit: Exhibit, row: Row, split: _Split) -> Cause | None:
     """Say that each rank goes on with the gradient of its own columns alone."""
-    shares = _shares(exhibit, row, split)
-    whole = exhibit.reference(row)
-    if shares is None or all(float((s - whole).norm()) <= exhibit.tolerance(row) for s in shares):
+    size = exhibit.axes[split.axis]
+    runs = [_run(exhibit, _part(split.at, rank, size, split.dim)) for rank in range(size)]
+    names = [r.name for r in exhibit.mismatches("gradients") if _has_share(exhibit, r, split, runs)]
+    if row.name not in names:
         return None
-    index = list(exhibit.axes).index(split.axis)
-    held = exhibit.locals(row)
-    total = torch.stack(shares).sum(0)
-    is_own = _are_held(exhibit, row, {at: shares[at[index]] for at in held})
-    if not is_own and not is_close(exhibit, row, total / len(shares)):
-        if not is_close(exhibit, row, total):
-            return None
     modules = listed([path for path, _ in split.at])
     text = (
-        f"{row.name} has the gradient that passes backward through each rank's own columns of "
+        f"{listed(names)}: the gradient that passes backward through each rank's own columns of "
         f"{modules} only: the all-reduce over {split.axis} of the gradient at the "
         f"{side_text(split.before[0])} is missing"
     )
-    return _cause(exhibit, row, text, split.axis)
+    return _cause(row, names, text, split.axis)
+
+
+def _has_share(
+    exhibit: Exhibit, row: Row, split: _Split, runs: Sequence[dict[str, Tensor]]
+) -> bool:
+    """Say whether the ranks hold their shares of a gradient, or the mean or sum of them."""
+    shares = [run[row.name] for run in runs if row.name in run]
+    whole = exhibit.reference(row)
+    if len(shares) < len(runs):
+        return False
+    if all(float((share - whole).norm()) <= exhibit.tolerance(row) for share in shares):
+        return False
+    index = list(exhibit.axes).index(split.axis)
+    if _are_held(exhibit, row, {at: shares[at[index]] for at in exhibit.locals(row)}):
+        return True
+    total = torch.stack(shares).sum(0)
+    is_seen = not exhibit.copies_differ(row)
+    return is_seen and any(is_close(exhibit, row, v) for v in (total, total / len(shares)))
 
 
 def _other_axis(exhibit: Exhibit, row: Row, split: _Split) -> Cause | None:
@@ -162,58 +181,70 @@ def _other_axis(exhibit: Exhibit, row: Row, split: _Split) -> Cause | None:
     for other in exhibit.wide_axes:
         if other == split.axis:
             continue
-        mixed = dict.fromkeys(split.before, partial(_added_up, exhibit.axes[other], 0))
-        shares: list[Tensor] = []
-        for rank in range(size):
-            columns = dict.fromkeys(split.at, part_of(rank, size, split.dim))
-            value = _run(exhibit, row, {**columns, **mixed})
-            if value is None:
-                return None
-            shares.append(value)
-        if not _are_held(exhibit, row, {at: shares[at[index]] for at in exhibit.locals(row)}):
+        added = (f"added over {other}", partial(_added_up, exhibit.axes[other]))
+        mixed = dict.fromkeys(split.before, added)
+        runs = [_run(exhibit, {**_part(split.at, rank, size, split.dim), **mixed})
+                for rank in range(size)]  # fmt: skip
+        names = [
+            r.name
+            for r in exhibit.mismatches("gradients")
+            if all(r.name in run for run in runs)
+            and _are_held(exhibit, r, {at: runs[at[index]][r.name] for at in exhibit.locals(r)})
+        ]
+        if row.name not in names:
             continue
         text = (
-            f"{row.name} has the gradient at the {side_text(split.before[0])} added up over "
+            f"{listed(names)}: the gradient at the {side_text(split.before[0])} is added up over "
             f"{other} instead of {split.axis}: the all-reduce uses the group of the other axis"
         )
-        return _cause(exhibit, row, text, split.axis)
+        return _cause(row, names, text, split.axis)
     return None
 
 
-def _added_up(size: int, dim: int, value: Tensor) -> Tensor:
-    """Return the sum of equal parts in the place of each."""
-    parts = value.chunk(size, dim)
+def _added_up(size: int, value: Tensor) -> Tensor:
+    """Return the sum of equal parts of the batch in the place of each."""
+    parts = value.chunk(size)
     if len({part.shape for part in parts}) > 1:
         return value
-    return torch.cat([torch.stack(parts).sum(0)] * len(parts), dim)
+    return torch.cat([torch.stack(parts).sum(0)] * len(parts))
 
 
 def _own_slice(exhibit: Exhibit, row: Row, split: _Split, dim: int) -> Cause | None:
     """Say that backward of a gather keeps what a rank itself has made of its own part."""
     size = exhibit.axes[split.axis]
-    found = exhibit.reference(row).clone()
+    pairs = []
     for rank in range(size):
-        columns = dict.fromkeys(split.at, part_of(rank, size, split.dim))
-        sliced = dict.fromkeys(split.before, part_of(rank, size, dim))
-        some, kept = _run(exhibit, row, columns), _run(exhibit, row, {**columns, **sliced})
-        if some is None or kept is None:
-            return None
-        # Gradients are linear in what reaches the boundaries: only that path is another.
-        found += kept - some
-    if float((found - exhibit.reference(row)).norm()) <= exhibit.tolerance(row):
-        return None
-    if not is_close(exhibit, row, found) or exhibit.copies_differ(row):
+        columns = _part(split.at, rank, size, split.dim)
+        sliced = _part(split.before, rank, size, dim)
+        pairs.append((_run(exhibit, columns), _run(exhibit, {**columns, **sliced})))
+    names = [r.name for r in exhibit.mismatches("gradients") if _is_sliced(exhibit, r, pairs)]
+    if row.name not in names:
         return None
     text = (
-        f"{row.name}: where the {side_text(split.before[0])} is gathered over {split.axis} (dim "
-        f"{dim}), backward keeps each rank's own gradient of its own part, and drops what the "
+        f"{listed(names)}: where the {side_text(split.before[0])} is gathered over {split.axis} "
+        f"(dim {dim}), backward keeps each rank's own gradient of its own part, and drops what the "
         f"other ranks have for it: a reduce-scatter is due, not a slice (or a gather that autograd "
         f"does not follow)"
     )
-    return _cause(exhibit, row, text, split.axis)
+    return _cause(row, names, text, split.axis)
 
 
-def _are_held(exhibit: Exhibit, row: Row, due: dict[tuple[int, ...], Tensor]) -> bool:
+def _is_sliced(
+    exhibit: Exhibit, row: Row, pairs: Sequence[tuple[dict[str, Tensor], dict[str, Tensor]]]
+) -> bool:
+    """Say whether a gradient lacks what pairs of runs, whole and sliced, differ by."""
+    whole = exhibit.reference(row)
+    found = whole.clone()
+    for some, kept in pairs:
+        if row.name not in some or row.name not in kept:
+            return False
+        # Gradients are linear in what reaches the boundaries: only that path is another.
+        found += kept[row.name] - some[row.name]
+    is_other = float((found - whole).norm()) > exhibit.tolerance(row)
+    return is_other and is_close(exhibit, row, found) and not exhibit.copies_differ(row)
+
+
+def _are_held(exhibit: Exhibit, row: Row, due: dict[Coordinate, Tensor]) -> bool:
     """Say whether every rank holds its part of a tensor of its own."""
     tolerance = 4.0 * exhibit.tolerance(row)
     for at, local in exhibit.locals(row).items():
@@ -225,7 +256,6 @@ def _are_held(exhibit: Exhibit, row: Row, due: dict[tuple[int, ...], Tensor]) ->
     return bool(due)
 
 
-def _cause(exhibit: Exhibit, row: Row, text: str, axis: str) -> Cause:
-    """Return the cause; what else differs lies in front of the same boundary."""
-    names = names_of([row, *exhibit.mismatches("gradients")])
+def _cause(row: Row, names: list[str], text: str, axis: str) -> Cause:
+    """Return the cause of the gradients that are explained."""
     return cause("missing_reduction", text, tensors=names, axis=axis, ranks=row.ranks)

@@ -6,7 +6,7 @@ what it explains.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,6 +73,7 @@ class PartRuns:
         run: `free` or `anchored`: whose state a step starts from.
         step: Which step.
         failures: What could not be run and why: hypotheses that need it are not tested.
+        kept: Gradients of runs that several tensors are held against, by what was done in them.
     """
 
     case: LoadedCase
@@ -81,6 +82,7 @@ class PartRuns:
     step: int
     device: SingleDevice = field(init=False)
     failures: list[str] = field(default_factory=list)
+    kept: dict[Hashable, dict[str, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Prepare builds."""
