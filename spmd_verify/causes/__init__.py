@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from spmd_verify.causes import (
+    averages,
     backward,
     calls,
     clips,
@@ -44,6 +45,7 @@ FORWARD: Final[Sequence[Hypothesis]] = (
     forward.additive_bias,
     order.rows_before,
     unreduced.unreduced_output,
+    unreduced.summed_over_other,
     patterns.layout,
     forward.whole_factor,
     norms_of_parts.channel_blocks,
@@ -113,6 +115,7 @@ PARAMETERS: Final[Sequence[Hypothesis]] = (
     clips.never_clipped,
     updates.rate_in_step,
     updates.stale,
+    averages.of_old_values,
     updates.optimizer_on_shards,
     updates.partly_stale,
     patterns.layout,

@@ -28,15 +28,23 @@ Side = tuple[str, str]
 
 
 def parameters_changed(changes: Mapping[str, Change]) -> Intervention:
-    """Return what gives parameters, by name, other values before the step."""
+    """Return what gives parameters, by name, other values before the step.
+
+    By another name than its first one a tied parameter is changed in that use alone.
+    """
 
     @contextmanager
     def within(model: nn.Module) -> Iterator[None]:
-        named = named_parameters(model)[0]
+        first, others = named_parameters(model)
+        owner_of = {alias: name for name, aliases in others.items() for alias in aliases}
         with torch.no_grad():
             for name, change in changes.items():
-                if name in named:
-                    named[name].copy_(change(named[name]))
+                if name in first:
+                    first[name].copy_(change(first[name]))
+                elif name in owner_of:
+                    path, _, last = name.rpartition(".")
+                    value = change(first[owner_of[name]].detach().clone())
+                    setattr(model.get_submodule(path), last, nn.Parameter(value))
         yield
 
     return within
