@@ -117,7 +117,7 @@ def _shards(
     groups = math.prod(exhibit.axes[axis] for axis in data)
     for axis in axes:
         for dim in range(1, 3):
-            found = []
+            found: list[Piece] = []
             for batch in _cut(exhibit.batch, groups, exhibit.axes[axis], dim):
                 record = exhibit.runs.record(batch)
                 if record is None:
