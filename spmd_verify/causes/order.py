@@ -20,6 +20,7 @@ from spmd_verify.causes.interventions import (
     Change,
     Side,
     are_gradients_held,
+    as_it_is,
     gradients_changed,
     is_held,
     is_loss_held,
@@ -148,7 +149,7 @@ def labels_of_others(exhibit: Exhibit, row: Row) -> Cause | None:
             if torch.equal(moved, leaf):
                 continue
             batch = structure.unflatten([*leaves[:at], moved, *leaves[at + 1 :]])
-            record = exhibit.runs.record(batch)
+            record = exhibit.runs.record(batch, within=as_it_is)
             is_same = record is not None and is_loss_held(exhibit, row, record)
             if not is_same or not are_gradients_held(exhibit, record):
                 continue

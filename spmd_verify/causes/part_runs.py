@@ -6,6 +6,7 @@ what it explains.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -44,6 +45,9 @@ RAW = "raw"
 HYPER = "hyper_parameters"
 # What a run does otherwise than the case: a context around its step, made for the model.
 Intervention = Callable[[nn.Module], AbstractContextManager[Any]]
+# Processor seconds for all hypotheses of a cell: an examination has a time limit (--timeout), and
+# what was found before must not be lost to it. Those of the bench's models take less than 10.
+MOST_SECONDS = 60.0
 # Loss terms looked at: enough for auxiliary losses of a few layers.
 MOST_TERMS = 24
 
@@ -73,6 +77,7 @@ class PartRuns:
         run: `free` or `anchored`: whose state a step starts from.
         step: Which step.
         failures: What could not be run and why: hypotheses that need it are not tested.
+        tried_seconds: What runs of hypotheses took.
         kept: Gradients of runs that several tensors are held against, by what was done in them.
     """
 
@@ -82,6 +87,7 @@ class PartRuns:
     step: int
     device: SingleDevice = field(init=False)
     failures: list[str] = field(default_factory=list)
+    tried_seconds: float = 0.0
     kept: dict[Hashable, dict[str, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -111,6 +117,10 @@ class PartRuns:
         case = self.device.twin if in_float64 else self.case
         if is_micro:
             case = case.with_variants(accumulate=1)
+        if within is not None and self.tried_seconds > MOST_SECONDS:
+            self.note(f"more hypotheses: those tried took {MOST_SECONDS:g} processor seconds")
+            return None
+        start = time.process_time()
         try:
             model, optimizer = self._prepared(in_float64=in_float64)
             rounded = _rounded(rounding, case.dtype)
@@ -123,6 +133,8 @@ class PartRuns:
             what = "a part of the batch" if within is None else "a hypothesis"
             self._failed(what, error)
             return None
+        finally:
+            self.tried_seconds += 0.0 if within is None else time.process_time() - start
 
     def pieces(
         self, batches: Sequence[Any], firsts: Sequence[str], *, in_float64: bool = True

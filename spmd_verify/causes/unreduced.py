@@ -37,7 +37,7 @@ def unreduced_output(exhibit: Exhibit, row: Row) -> Cause | None:
     said = (
         f"yet {row.name} is computed from one rank's value: the all-reduce over {over} is missing"
     )
-    if name != row.name and not _is_used(exhibit, row, name, ()):
+    if name != row.name and _is_used(exhibit, row, name, ()) is False:
         others = [axis for axis in exhibit.wide_axes if axis not in axes]
         other = next((axis for axis in others if _is_used(exhibit, row, name, (axis,))), None)
         if other is not None:
@@ -54,8 +54,11 @@ def unreduced_output(exhibit: Exhibit, row: Row) -> Cause | None:
     )  # fmt: skip
 
 
-def _is_used(exhibit: Exhibit, row: Row, name: str, axes: tuple[str, ...]) -> bool:
-    """Say whether every rank's value is what one device gives with its summand in the place."""
+def _is_used(exhibit: Exhibit, row: Row, name: str, axes: tuple[str, ...]) -> bool | None:
+    """Say whether every rank's value is what one device gives with its summand in the place.
+
+    None where that cannot be run.
+    """
     before = exhibit.by_key[exhibit.run, exhibit.step, "module_outputs", name]
     held, found = exhibit.locals(row), exhibit.locals(before)
     for axis in axes:
@@ -64,14 +67,15 @@ def _is_used(exhibit: Exhibit, row: Row, name: str, axes: tuple[str, ...]) -> bo
             for line in exhibit.lines(axis, found)
             for at in line
         }
-    return all(at in found and _gives(exhibit, row, before, at, found[at]) for at in held)
+    said = [_gives(exhibit, row, before, at, found[at]) for at in held if at in found]
+    return None if None in said or not said else all(said)
 
 
-def _gives(exhibit: Exhibit, row: Row, before: Row, at: Coordinate, value: Tensor) -> bool:
+def _gives(exhibit: Exhibit, row: Row, before: Row, at: Coordinate, value: Tensor) -> bool | None:
     """Say whether a rank's value of a row is that of one device with a part of an output other."""
     known, target = partial_parts(exhibit, before), exhibit.region(row, at)
     if known is None or target is None or at not in known[2]:
-        return False
+        return None
     source = known[2][at]
 
     def change(output: Tensor) -> Tensor:
@@ -83,11 +87,11 @@ def _gives(exhibit: Exhibit, row: Row, before: Row, at: Coordinate, value: Tenso
     record = exhibit.runs.record(exhibit.batch, within=outputs_changed({path: change}))
     made = None if record is None else record[row.stage].get(row.name)
     if made is None:
-        return False
+        return None
     due = take_region(as_real(made).to(torch.float64), target)
     local = exhibit.locals(row)[at]
     if due.shape != local.shape:
-        return False
+        return None
     return float((due - local).norm()) <= 4.0 * exhibit.tolerance(row)
 
 
