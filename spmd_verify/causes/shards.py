@@ -63,7 +63,7 @@ def reduces_to(exhibit: Exhibit, row: Row) -> tuple[tuple[str, ...], str] | None
         ways += [
             (f"1/{exhibit.axes[other]} (the ranks of {other}) of the SUM", exhibit.axes[other])
             for other in exhibit.wide_axes
-            if other not in axes
+            if other not in axes and exhibit.copies_differ(row)
         ]
         for how, divisor in ways:
             if _all_right(sums, owners, whole, divisor, tolerance):
