@@ -127,7 +127,7 @@ def parallelize_good(m, mesh):
     return _seq(m, mesh, False)
 
 
-def _step_seq(model, optimizer, batch, mesh):
+def step_bad(model, optimizer, batch, mesh):
     g = mesh.get_group("tp")
     ids, t = (x.chunk(g.size(), 1)[g.rank()] for x in batch)
     optimizer.zero_grad()
@@ -147,6 +147,8 @@ def _step_seq(model, optimizer, batch, mesh):
     optimizer.step()
     return v
 
+
+step_bad_two_axes = step_good = step_bad
 
 EXPECT = {
     "bad": {
