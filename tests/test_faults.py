@@ -21,6 +21,7 @@ SAMPLE = (
     "dp_penalty_on_first_rank",
     "dp_rate_set_in_step",
     "dp_schedule_steps_once_per_rank",
+    "dp_tied_head_part_scaled",
     "dp_wrong_before_clipping",
     "mp_padded_width",
     "mp_sp_norm_weights",

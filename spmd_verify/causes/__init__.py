@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from spmd_verify.causes import (
+    averages,
+    backward,
     calls,
     clips,
     exchanged,
@@ -19,7 +21,11 @@ from spmd_verify.causes import (
     fused,
     gathered,
     gradients,
+    heads,
+    local_indices,
     means,
+    norms_of_parts,
+    order,
     patterns,
     positions,
     shards,
@@ -37,13 +43,19 @@ FORWARD: Final[Sequence[Hypothesis]] = (
     forward.batch_statistics,
     forward.random_stream,
     forward.additive_bias,
+    order.rows_before,
     unreduced.unreduced_output,
+    unreduced.summed_over_other,
     patterns.layout,
     forward.whole_factor,
+    norms_of_parts.channel_blocks,
     positions.position,
+    local_indices.counted_from_zero,
     fused.fused_projection,
+    heads.heads,
     forward.coupled_samples,
     patterns.precision,
+    order.rows_weighted,
     gathered.gathered,
 )
 LOSS: Final[Sequence[Hypothesis]] = (
@@ -51,6 +63,7 @@ LOSS: Final[Sequence[Hypothesis]] = (
     means.mean_of_means,
     means.cross_sample,
     positions.shard_as_sequence,
+    local_indices.shards_as_sequences,
     means.mean_of_sample_means,
     forward.additive_loss,
     means.own_denominators,
@@ -58,6 +71,8 @@ LOSS: Final[Sequence[Hypothesis]] = (
     forward.whole_factor,
     unreduced.unreduced_output,
     fused.fused_projection,
+    local_indices.counted_from_zero,
+    order.labels_of_others,
     patterns.precision,
 )
 GRADIENTS: Final[Sequence[Hypothesis]] = (
@@ -82,6 +97,8 @@ GRADIENTS: Final[Sequence[Hypothesis]] = (
     exchanged.exchanged,
     gradients.random_stream,
     means.cross_sample,
+    backward.kept_gradient,
+    order.gradients_of_others,
     patterns.precision,
     positions.gradient_rows,
 )
@@ -98,6 +115,7 @@ PARAMETERS: Final[Sequence[Hypothesis]] = (
     clips.never_clipped,
     updates.rate_in_step,
     updates.stale,
+    averages.of_old_values,
     updates.optimizer_on_shards,
     updates.partly_stale,
     patterns.layout,

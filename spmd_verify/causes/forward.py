@@ -235,7 +235,15 @@ def excess_of(exhibit: Exhibit, row: Row) -> Tensor | None:
 
 
 def partial_over(exhibit: Exhibit, row: Row) -> tuple[tuple[str, ...], str] | None:
-    """Return the axes over which ranks' outputs add up to the reference, if any do.
+    """Return the axes over which ranks' outputs add up to the reference, if any do."""
+    found = partial_parts(exhibit, row)
+    return None if found is None else found[:2]
+
+
+def partial_parts(
+    exhibit: Exhibit, row: Row
+) -> tuple[tuple[str, ...], str, dict[Coordinate, Region]] | None:
+    """Return these axes, SUM or MEAN, and what part of the reference each rank has a summand of.
 
     Along other axes they may be parts of it.
     """
@@ -249,7 +257,7 @@ def partial_over(exhibit: Exhibit, row: Row) -> tuple[tuple[str, ...], str] | No
         cut = {a for a, each in zip(exhibit.axes, layout, strict=True) if is_sharded(each)}
         found = _summed_over(exhibit, row, parts, [a for a in exhibit.wide_axes if a not in cut])
         if found is not None:
-            return found if found[0] else None
+            return (*found, parts) if found[0] else None
     return None
 
 

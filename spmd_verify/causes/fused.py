@@ -11,6 +11,7 @@ from torch import Tensor
 
 from spmd_verify.causes.exhibit import Exhibit
 from spmd_verify.causes.forward import affected
+from spmd_verify.causes.interventions import parameters_changed
 from spmd_verify.causes.words import cause
 from spmd_verify.norms import as_real
 from spmd_verify.record import Cause, Row
@@ -27,7 +28,7 @@ def fused_projection(exhibit: Exhibit, row: Row) -> Cause | None:
     What the ranks compute then is what one device computes with the blocks of the fused weight
     in another order; that is run and compared.
     """
-    tested = _witness(exhibit)
+    tested = witness(exhibit)
     if tested is None:
         return None
     candidates = list(_candidates(exhibit, row))[:_MOST_RUNS]
@@ -35,8 +36,10 @@ def fused_projection(exhibit: Exhibit, row: Row) -> Cause | None:
         order = _order(blocks, exhibit.axes[axis])
         change = partial(_reordered, order=order)
         names = [f"{module}.{each}" for each in ("weight", "bias")]
-        record = exhibit.runs.record(exhibit.batch, changed=dict.fromkeys(names, change))
-        if record is None or not _agrees(exhibit, tested, record[tested.stage].get(tested.name)):
+        record = exhibit.runs.record(
+            exhibit.batch, within=parameters_changed(dict.fromkeys(names, change))
+        )
+        if record is None or not agrees(exhibit, tested, record[tested.stage].get(tested.name)):
             continue
         text = (
             f"{module} is a fused projection of {blocks} blocks, sharded over {axis} as one matrix "
@@ -55,7 +58,7 @@ def fused_projection(exhibit: Exhibit, row: Row) -> Cause | None:
     return None
 
 
-def _witness(exhibit: Exhibit) -> Row | None:
+def witness(exhibit: Exhibit) -> Row | None:
     """Return the last wrong value of forward that can be put together: it must be explained."""
     rows = [*exhibit.mismatches("module_outputs"), *exhibit.mismatches("loss")]
     known = [r for r in rows if exhibit.assembled(r) is not None]
@@ -101,7 +104,7 @@ def _reordered(value: Tensor, order: list[int]) -> Tensor:
     return torch.cat([parts[block] for block in order])
 
 
-def _agrees(exhibit: Exhibit, tested: Row, value: Tensor | None) -> bool:
+def agrees(exhibit: Exhibit, tested: Row, value: Tensor | None) -> bool:
     """Say whether what ranks hold is this value."""
     found = exhibit.assembled(tested)
     if found is None or value is None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from spmd_verify.causes.exhibit import Exhibit
 from spmd_verify.causes.forward import affected, module_of
 from spmd_verify.causes.gradients import left_by
+from spmd_verify.causes.interventions import parameters_changed
 from spmd_verify.causes.words import cause, listed, meaning, number
 from spmd_verify.layouts import Coordinate, take_region
 from spmd_verify.norms import as_real
@@ -79,7 +80,7 @@ class _Trial:
 
     def output(self, changed: Mapping[str, Change]) -> Tensor | None:
         """Return the global output with changed parameters; None where it cannot be run."""
-        record = self.exhibit.runs.record(self.exhibit.batch, changed=changed)
+        record = self.exhibit.runs.record(self.exhibit.batch, within=parameters_changed(changed))
         value = None if record is None else record[self.row.stage].get(self.row.name)
         return None if value is None else as_real(value).to(torch.float64)
 

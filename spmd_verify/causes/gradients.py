@@ -184,7 +184,7 @@ def uniform_factor(exhibit: Exhibit, row: Row) -> Cause | None:
     rows = [
         r
         for r in exhibit.mismatches(row.stage)
-        if (other := factor_of(exhibit, r)) and abs(other.k / k - 1.0) < 1e-3
+        if (other := factor_of(exhibit, r)) and abs(other.k - k) < max(1e-3 * abs(k), 1e-9)
     ]
     names = names_of(rows)
     right = [r.name for r in exhibit.stage_rows(row.stage) if r.name not in names]
@@ -192,6 +192,10 @@ def uniform_factor(exhibit: Exhibit, row: Row) -> Cause | None:
     why = f": {said}" if said else ""
     alike = [a for a, size in exhibit.axes.items() if axis and size == exhibit.axes[axis]]
     remedy = f" (divide by {' or '.join(alike)} once)" if axis and k > 1.0 else ""
+    if remedy and abs(k - round(k)) < 1e-3:
+        remedy = f"{remedy[:-1]}, or it is accumulated {k:.0f} times)"
+    if abs(k) <= noise:
+        remedy = " (what is computed from it is detached, or its gradient is lost)"
     text = f"{listed(names)}{only}: {number(k)} x the reference{why}{remedy}"
     return cause(
         "factor", text, residual=exhibit.multiple(row, left), tensors=names, factor=k, axis=axis,

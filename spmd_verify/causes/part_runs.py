@@ -6,8 +6,9 @@ what it explains.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,11 @@ from spmd_verify.stored.store import Store
 RAW = "raw"
 # Numbers of the parameter groups after the step, likewise.
 HYPER = "hyper_parameters"
+# What a run does otherwise than the case: a context around its step, made for the model.
+Intervention = Callable[[nn.Module], AbstractContextManager[Any]]
+# Processor seconds for all hypotheses of a cell: an examination has a time limit (--timeout), and
+# what was found before must not be lost to it. Those of the bench's models take less than 10.
+MOST_SECONDS = 60.0
 # Loss terms looked at: enough for auxiliary losses of a few layers.
 MOST_TERMS = 24
 
@@ -71,6 +77,8 @@ class PartRuns:
         run: `free` or `anchored`: whose state a step starts from.
         step: Which step.
         failures: What could not be run and why: hypotheses that need it are not tested.
+        tried_seconds: What runs of hypotheses took.
+        kept: Gradients of runs that several tensors are held against, by what was done in them.
     """
 
     case: LoadedCase
@@ -79,6 +87,8 @@ class PartRuns:
     step: int
     device: SingleDevice = field(init=False)
     failures: list[str] = field(default_factory=list)
+    tried_seconds: float = 0.0
+    kept: dict[Hashable, dict[str, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Prepare builds."""
@@ -90,9 +100,9 @@ class PartRuns:
         draws: CaseDtypeDraws | None = None,
         *,
         in_float64: bool = True,
-        changed: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
         is_micro: bool = False,
         rounding: int | None = None,
+        within: Intervention | None = None,
     ) -> StepRecord | None:
         """Return everything of one step on a batch; None where it cannot be run.
 
@@ -100,28 +110,31 @@ class PartRuns:
             batch: The batch.
             draws: Casts and traces what the step draws instead of the usual mode.
             in_float64: False for a run in the case's dtype.
-            changed: Makes other values of parameters, by name, before the step.
             is_micro: The batch is what one forward gets: no micro-steps of its own.
             rounding: Seed of random rounding at operator outputs; None for none.
+            within: Changes what the step does while it runs; see `interventions`.
         """
         case = self.device.twin if in_float64 else self.case
         if is_micro:
             case = case.with_variants(accumulate=1)
+        if within is not None and self.tried_seconds > MOST_SECONDS:
+            self.note(f"more hypotheses: those tried took {MOST_SECONDS:g} processor seconds")
+            return None
+        start = time.process_time()
         try:
             model, optimizer = self._prepared(in_float64=in_float64)
-            named = named_parameters(model)[0]
-            with torch.no_grad():
-                for name, change in (changed or {}).items():
-                    if name in named:
-                        named[name].copy_(change(named[name]))
             rounded = _rounded(rounding, case.dtype)
             around = self._around(draws, in_float64=in_float64)
-            with around, rounded, _raw_gradients(model) as raw:
+            meddled = nullcontext() if within is None else within(model)
+            with around, rounded, meddled, _raw_gradients(model) as raw:
                 found = observed_step(case)(model, optimizer, self._cast(batch, case.dtype))
             return {**found, RAW: raw, **snapshot(model, optimizer)}
         except Exception as error:  # noqa: BLE001 - user code on a batch nobody tried
-            self._failed("a part of the batch", error)
+            what = "a part of the batch" if within is None else "a hypothesis"
+            self._failed(what, error)
             return None
+        finally:
+            self.tried_seconds += 0.0 if within is None else time.process_time() - start
 
     def pieces(
         self, batches: Sequence[Any], firsts: Sequence[str], *, in_float64: bool = True

@@ -79,7 +79,7 @@ def rearranged(found: Tensor, whole: Tensor, tolerance: float) -> str | None:
     for dim in range(found.ndim):
         order = slice_order(found, whole, dim, tolerance)
         if order is not None:
-            return f"with the slices of dim {dim} in another order: {_order_text(order)}"
+            return f"with the slices of dim {dim} in another order: {order_text(order)}"
     return _shuffled(found, whole, tolerance)
 
 
@@ -184,7 +184,7 @@ def slice_order(found: Tensor, whole: Tensor, dim: int, tolerance: float) -> lis
     return order if left_over <= tolerance and gained > 4.0 * max(left_over, tolerance) else None
 
 
-def _order_text(order: list[int]) -> str:
+def order_text(order: list[int]) -> str:
     """Return an order as blocks of neighbours: `4-7, 0-3`."""
     size = len(order)
     shift = (order[0] - 0) % size

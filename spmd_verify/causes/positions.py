@@ -37,7 +37,7 @@ def position(exhibit: Exhibit, row: Row) -> Cause | None:
         (wrong if off else right).extend(exhibit.rank_of(at) for at in coordinates)
     if wrong and right and min(right) == 0:
         rows = _rows_of(exhibit, row, regions, tolerance)
-        over = ", ".join(exhibit.wide_axes)
+        over = ", ".join(_axes_that_tell(exhibit, wrong, right) or exhibit.wide_axes)
         why = f"positions, masks or offsets there are not the global ones, but local to {over}"
         if all(exhibit.is_data_axis(axis) for axis in exhibit.wide_axes):
             why = f"it depends on the rank, as an index or a label does that is local to {over}"
@@ -67,6 +67,17 @@ def position(exhibit: Exhibit, row: Row) -> Cause | None:
     return _boundary(exhibit, row, found, tolerance)
 
 
+def _axes_that_tell(exhibit: Exhibit, wrong: list[int], right: list[int]) -> list[str]:
+    """Return the axes along which ranks are right here and wrong there."""
+    places = {rank: at for at, rank in exhibit.dump.ranks.items()}
+    found = []
+    for i, axis in enumerate(exhibit.axes):
+        bad, good = ({places[rank][i] for rank in ranks} for ranks in (wrong, right))
+        if exhibit.axes[axis] > 1 and not bad & good:
+            found.append(axis)
+    return found
+
+
 def _is_along_sample(exhibit: Exhibit, regions: dict) -> bool:
     """Say whether ranks have parts of the same samples: pieces of a dim between first and last."""
     ranges = [part.ranges for part in regions]
@@ -83,6 +94,8 @@ def _lookup_without_offset(exhibit: Exhibit, row: Row, tolerance: float) -> Caus
     first = next(iter(exhibit.locals(row).values()), None)
     if weight is None or weight.ndim != 2 or first is None or first.shape != whole.shape:
         return None
+    if weight.shape[1] != whole.shape[-1]:
+        return None  # no table whose rows are looked up
     path = row.name.partition("[")[0].partition("#")[0]
     table = value_before(exhibit, f"{path}.weight", weight)
     for ids in pytree.tree_leaves(exhibit.batch):
@@ -127,20 +140,27 @@ def _some_rows_of_sum(exhibit: Exhibit, row: Row, tolerance: float) -> Cause | N
 
 
 def _rows_of(exhibit: Exhibit, row: Row, regions: dict, tolerance: float) -> str:
-    """Return the wrong indices of the sharded dim in global coordinates."""
+    """Return the wrong indices of the sharded dim in global coordinates.
+
+    Of several dims that are cut the one is named of which some slices are right everywhere.
+    """
+    dims = [d for d in range(len(row.shape)) if len({part.ranges[d] for part in regions}) > 1]
+    found = {dim: _wrong_of(exhibit, row, regions, tolerance, dim) for dim in dims}
+    told = {dim: wrong for dim, wrong in found.items() if 0 < len(wrong) < row.shape[dim]}
+    # A fault of one part shows in every dim that is cut: all are needed to say where.
+    return " and".join(f" (indices {rows_text(sorted(w))} of dim {d})" for d, w in told.items())
+
+
+def _wrong_of(exhibit: Exhibit, row: Row, regions: dict, tolerance: float, dim: int) -> set[int]:
+    """Return the indices of a dim, global, at which some rank is wrong."""
     whole, held = exhibit.reference(row), exhibit.locals(row)
     wrong: set[int] = set()
-    dim = next(
-        (d for d in range(whole.ndim) if len({part.ranges[d] for part in regions}) > 1), None
-    )
-    if dim is None:
-        return ""
     for part, coordinates in regions.items():
         error = (held[coordinates[0]] - take_region(whole, part)).movedim(dim, 0)
         sizes = error.reshape(error.shape[0], -1).norm(dim=1)
         indices = [i for low, high in part.ranges[dim] for i in range(low, high)]
         wrong.update(i for i, size in zip(indices, sizes.tolist(), strict=True) if size > tolerance)
-    return f" (indices {rows_text(sorted(wrong))} of dim {dim})" if wrong else ""
+    return wrong
 
 
 def _boundary(exhibit: Exhibit, row: Row, excess: Tensor, tolerance: float) -> Cause | None:

@@ -6,6 +6,7 @@ import math
 
 from torch import Tensor, nn
 
+from spmd_verify.causes.averages import followed, said
 from spmd_verify.causes.exhibit import Exhibit
 from spmd_verify.causes.gradients import left_by
 from spmd_verify.causes.patterns import before_step
@@ -105,6 +106,13 @@ def stale(exhibit: Exhibit, row: Row) -> Cause | None:
             f": the optimizer holds {foreign} tensors that are not the model's parameters (it was "
             f"built before they were replaced)"
         )
+    source = followed(exhibit, row)
+    if source is not None:
+        text = (
+            f"{listed(names)} unchanged by the step: {said(row, source)}; here it keeps "
+            f"what it was before the step: what was updated is a copy, and never written back"
+        )
+        return cause("stale", text, tensors=names, ranks=row.ranks)
     text = f"{listed(names)} unchanged by the step while the gradients are right{why}"
     return cause("stale", text, tensors=names, ranks=row.ranks)
 

@@ -99,7 +99,7 @@ step_good = step_bad
 EXPECT = {
     "bad": {
         "verdict": "mismatch",
-        "kind": ["missing_reduction", "unexplained"],
+        "kind": ["missing_reduction"],
         "stage": "module_outputs",
         "tensors": ["back"],
         "mentions": ["back", "tp"],

@@ -116,7 +116,7 @@ def gather_bad(name, local_tensors):
 EXPECT = {
     "bad": {
         "verdict": "mismatch",
-        "kind": ["layout", "unexplained"],
+        "kind": ["layout"],
         "stage": "module_outputs",
         "tensors": ["attn.mixed"],
         "mentions": ["attn", "tp"],

@@ -90,7 +90,7 @@ def step_good(model, optimizer, batch, mesh):
 EXPECT = {
     "bad": {
         "verdict": "mismatch",
-        "kind": ["position", "inputs", "unexplained"],
+        "kind": ["position"],
         "stage": "loss",
         "tensors": [],
         "mentions": ["loss", "sp"],
