@@ -146,7 +146,8 @@ class GateRules:
         needing = [cell for cell in near if self._is_needy(cell)]
         covered = [cell for cell in needing if waiver.covers(cell, self.suffix)]
         if waiver.is_over(day):
-            failing = f"; {len(covered)} cells fail for it" if covered else "; nothing needs it"
+            number = "1 cell fails" if len(covered) == 1 else f"{len(covered)} cells fail"
+            failing = f"; {number} for it" if covered else "; nothing needs it"
             return [f"warning: over since {waiver.until}: {waiver.text}: {waiver.reason}{failing}"]
         judged = [cell for cell in near if cell.verdict not in ("error", "unsupported")]
         if covered or (not judged and not needing):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -36,6 +36,10 @@ class SpmdFailure(AssertionError):
 
 class SpmdUndeterminedWarning(pytest.PytestWarning):
     """A cell that cannot be decided; the text says what would decide it."""
+
+
+class SpmdWaiverWarning(pytest.PytestWarning):
+    """A waiver that is over, or that nothing needs any more."""
 
 
 # -- options ---------------------------------------------------------------------------------
@@ -102,10 +106,16 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
 class CaseFile(pytest.File):
     """One model file."""
 
-    def collect(self) -> Iterable[pytest.Item]:
-        """Give one item per style and mesh; the file is read, not run."""
+    chosen: tuple[tuple[str, MeshSpec | None], ...] = ()
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        """Give one item per style and mesh, below a collector per case where there are several.
+
+        The file is read, not run; a child runs it where its cases have no names to be read.
+        """
         from spmd_verify.cases.reading import read
         from spmd_verify.errors import SpmdVerifyError
+        from spmd_verify.shared_runs import case_names
         from spmd_verify.style_ids import check_user_styles, select
 
         try:
@@ -118,13 +128,20 @@ class CaseFile(pytest.File):
             raise self.CollectError(f"{self.path}, line {error.lineno}: {error.msg}") from error
         except SpmdVerifyError as error:
             raise self.CollectError(str(error)) from error
-        for style in styles:
-            if style in found.own_meshes:
-                yield CellItem.from_parent(self, name=style, style=style, mesh=None)
-                continue
-            for mesh in options.meshes:
-                name = f"{style}[{mesh.text(style)}]"
-                yield CellItem.from_parent(self, name=name, style=style, mesh=mesh)
+        own = found.own_meshes
+        self.chosen = tuple(
+            (style, mesh)
+            for style in styles
+            for mesh in ((None,) if style in own else options.meshes)
+        )
+        names: Sequence[str] | str | None = found.cases
+        if names is None:
+            names = case_names(self.target, content=self.path.read_bytes(), **_shared(self.config))
+        if isinstance(names, str):
+            raise self.CollectError(names)
+        if len(names) > 1:
+            return [CaseCells.from_parent(self, name=name) for name in names]
+        return list(_items(self, self.chosen))
 
     @property
     def target(self) -> str:
@@ -141,16 +158,35 @@ class CaseFile(pytest.File):
     def words(self, items: Iterable[CellItem]) -> list[str]:
         """Return the command line that judges these items of the file and no others."""
         chosen = list(items)
+        targets = dict.fromkeys(item.target for item in chosen)
         styles = ",".join(dict.fromkeys(item.style for item in chosen))
         meshes = [item.mesh for item in chosen if item.mesh is not None]
         typed = dict.fromkeys(_typed(mesh) for mesh in meshes)
-        return [self.target, "--styles", styles, *_mesh_words(list(typed))]
+        return [*targets, "--styles", styles, *_mesh_words(list(typed))]
 
     def shared(self) -> tuple[SharedRun, list[CellItem]]:
         """Return the one run of the file, for all its items that were selected, and those."""
         items = [each for each in self.session.items if isinstance(each, CellItem)]
         own = [item for item in items if item.path == self.path]
         return _shared_run(self.config, self.words(own), self.path), own
+
+
+class CaseCells(pytest.Collector):
+    """One explicit case of a file that has several."""
+
+    def collect(self) -> Iterable[pytest.Item]:
+        """Give one item per style and mesh."""
+        assert isinstance(self.parent, CaseFile)
+        return list(_items(self, self.parent.chosen))
+
+
+def _items(
+    parent: pytest.Collector, chosen: Iterable[tuple[str, MeshSpec | None]]
+) -> Iterable[CellItem]:
+    """Give the items of one case."""
+    for style, mesh in chosen:
+        name = style if mesh is None else f"{style}[{mesh.text(style)}]"
+        yield CellItem.from_parent(parent, name=name, style=style, mesh=mesh)
 
 
 class CellItem(pytest.Item):
@@ -171,8 +207,15 @@ class CellItem(pytest.Item):
     @property
     def file(self) -> CaseFile:
         """Return the file it is of."""
-        assert isinstance(self.parent, CaseFile)
-        return self.parent
+        file = self.getparent(CaseFile)
+        assert file is not None, "collected by one"
+        return file
+
+    @property
+    def target(self) -> str:
+        """Return the address of its case."""
+        case = f"::{self.parent.name}" if isinstance(self.parent, CaseCells) else ""
+        return f"{self.file.target}{case}"
 
     def runtest(self) -> None:
         """Look the cell up in the file's run."""
@@ -186,14 +229,16 @@ class CellItem(pytest.Item):
             raise SpmdFailure(messages.nothing_run(run.said, alone))
         assert run.record is not None, "it has cells"
         if self is own[0]:  # styles that only running the file shows have no item
-            mine += [cell for cell in cells if not any(item._is_mine(cell) for item in own)]
-        for cell in mine:
-            _judge(cell, run.record, alone, self.warn)
+            known = {style for style, _ in self.file.chosen}
+            mine += [cell for cell in cells if cell.style not in known]
+            for told in _warnings(run.record):
+                self.warn(told)
+        _judge_all(mine, run.record, alone, self.warn)
 
     def _is_mine(self, cell: Cell) -> bool:
         """Say whether a cell is this item's."""
         is_here = self.mesh is None or cell.mesh == self.mesh.text(self.style)
-        return cell.style == self.style and is_here
+        return cell.case == self.target and cell.style == self.style and is_here
 
     def repr_failure(self, excinfo: Any, style: Any = None) -> Any:
         """Show a verdict without the plugin's own traceback."""
@@ -203,7 +248,7 @@ class CellItem(pytest.Item):
 
     def reportinfo(self) -> tuple[Path, int | None, str]:
         """Return what headings of failures say."""
-        return self.path, None, f"{self.file.target}::{self.name}"
+        return self.path, None, f"{self.target}::{self.name}"
 
 
 # -- fixture ---------------------------------------------------------------------------------
@@ -235,9 +280,11 @@ def spmd_verify(request: pytest.FixtureRequest) -> Callable[..., Record]:
         cells = run.record.cells
         if check and all(cell.verdict == "unsupported" for cell in cells):
             pytest.skip("; ".join(cell.skipped_reason or cell.message for cell in cells))
-        for cell in cells if check else ():
-            if cell.verdict != "unsupported":
-                _judge(cell, run.record, alone, _warn)
+        if check:
+            for told in _warnings(run.record):
+                _warn(told)
+            judged = [cell for cell in cells if cell.verdict != "unsupported"]
+            _judge_all(judged, run.record, alone, _warn)
         return run.record
 
     return judged
@@ -249,6 +296,29 @@ def _warn(warning: Warning) -> None:
 
 
 # -- both ------------------------------------------------------------------------------------
+
+
+def _judge_all(
+    cells: list[Cell], record: Record, alone: str, warn: Callable[[Warning], None]
+) -> None:
+    """Judge cells; where none fails and one is waived, the test is an expected failure."""
+    __tracebackhide__ = True
+    from spmd_verify import pytest_messages as messages
+    from spmd_verify.reporters.paragraphs import waiver
+
+    for cell in cells:
+        _judge(cell, record, alone, warn)
+    waived = [f"{messages.named(cell)}: {why}" for cell in cells if (why := waiver(cell))]
+    if waived:
+        pytest.xfail("; ".join(waived))
+
+
+def _warnings(record: Record) -> Iterable[Warning]:
+    """Give what a run says of waivers that are over or not needed any more."""
+    from spmd_verify.reporters.paragraphs import warnings as told
+
+    for line in told(record):
+        yield SpmdWaiverWarning(line.removeprefix("warning: "))
 
 
 def _judge(cell: Cell, record: Record, alone: str, warn: Callable[[Warning], None]) -> None:
@@ -271,8 +341,12 @@ def _shared_run(config: pytest.Config, words: list[str], path: Path) -> SharedRu
     from spmd_verify.shared_runs import shared_run
 
     content = path.read_bytes() if path.is_file() else b""
-    cwd = config.invocation_params.dir
-    return shared_run(words, folder=_shared_folder(config), cwd=cwd, content=content)
+    return shared_run(words, content=content, **_shared(config))
+
+
+def _shared(config: pytest.Config) -> dict[str, Path]:
+    """Return where processes share and where they run."""
+    return {"folder": _shared_folder(config), "cwd": config.invocation_params.dir}
 
 
 def _options(words: list[str]) -> Options:

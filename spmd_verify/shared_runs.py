@@ -29,6 +29,12 @@ _CHILD: Final = (
 )
 
 
+_LISTING: Final = (
+    "import sys; sys.path.append({folder!r}); "
+    "from spmd_verify.cases.listing import write_names; sys.exit(write_names(*sys.argv[1:]))"
+)
+
+
 @dataclass(frozen=True)
 class SharedRun:
     """What one run of the checker left.
@@ -64,6 +70,41 @@ def shared_run(words: Sequence[str], *, folder: Path, cwd: Path, content: bytes)
     found = json.loads(outcome.read_bytes())
     read = decode(record.read_bytes(), str(record)) if record.exists() else None
     return SharedRun(found["exit_code"], found["said"], read)
+
+
+def case_names(target: str, *, folder: Path, cwd: Path, content: bytes) -> list[str] | str:
+    """Return the names of a file's explicit cases, which one child finds by running the file.
+
+    Args:
+        target: The file.
+        folder: Where processes share.
+        cwd: Where the child runs.
+        content: Of the file: a changed one is asked again.
+
+    Returns:
+        Names; or what the child said where it could not say.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    asked = json.dumps([target, str(cwd)]).encode()
+    key = hashlib.sha256(b"cases\0" + asked + b"\0" + content).hexdigest()[:24]
+    names, said = folder / f"{key}.cases.json", folder / f"{key}.said"
+    with _locked(folder / f"{key}.lock"):
+        if not names.exists() and not said.exists():
+            code = _LISTING.format(folder=str(Path(__file__).resolve().parent.parent))
+            child = subprocess.run(
+                [sys.executable, "-c", code, target, str(names)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                cwd=cwd,
+                check=False,
+            )
+            if child.returncode:
+                write_whole(str(said), child.stderr)
+    if said.exists():
+        return said.read_text(errors="replace").strip()
+    found: list[str] = json.loads(names.read_bytes())
+    return found
 
 
 @contextlib.contextmanager

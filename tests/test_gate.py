@@ -86,7 +86,7 @@ def test_a_waiver_that_is_over_or_unused_is_said() -> None:
 
     assert judged(rules, *cells) == [True, False]
     assert rules.said(cells, TODAY) == [
-        "warning: over since 2026-11-30: waiver of */ddp: soon fixed; 1 cells fail for it",
+        "warning: over since 2026-11-30: waiver of */ddp: soon fixed; 1 cell fails for it",
         "warning: fixed, remove it: waiver of */fsdp2: nothing fails: old",
         "note: no cell of this run is meant by: waiver of */none",
     ]

@@ -16,7 +16,7 @@ import pytest
 
 from spmd_verify import pytest_messages, pytest_plugin
 from spmd_verify.cases.reading import read
-from spmd_verify.record import Cause, Cell, FirstDivergence, Record, Row, WorstElement
+from spmd_verify.record import Cause, Cell, FirstDivergence, Gate, Record, Row, WorstElement
 
 MODEL = """
 import torch
@@ -258,6 +258,114 @@ def test_reading_finds_cases_and_styles_without_running(tmp_path: Path) -> None:
     assert found is not None
     assert found.styles == ("user", "far", "b", "c")  # type: ignore[attr-defined]
     assert found.own_meshes == {"c"}  # type: ignore[attr-defined]
+
+
+SEVERAL = """
+import torch
+import torch.distributed as dist
+from spmd_verify import Case
+
+
+def net(width):
+    return lambda: torch.nn.Sequential(torch.nn.Linear(3, width), torch.nn.Linear(width, 1))
+
+
+def inputs():
+    return [torch.randn(4, 3)]
+
+
+def loss(output):
+    return output.square().mean()
+
+
+def get_optimizer(params):
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def parallelize_mine(model, mesh):
+    return model
+
+
+def step_mine(model, optimizer, batch, mesh):
+    optimizer.zero_grad()
+    loss(model(*batch)).backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad, group=mesh.get_group("dp"))
+        p.grad /= 1 if model[0].out_features == 5 else mesh.size()
+    optimizer.step()
+
+
+def cases():
+    print("cases() may print")
+    return [Case(net(width), inputs, name=f"wide{width}") for width in (4, 5)]
+"""
+
+
+@pytest.mark.dist
+def test_a_file_of_several_cases_has_items_for_each(repository: Path, run_pytest: Run) -> None:
+    """Their names are only known to the file; the fault is in one of them."""
+    (repository / "model.py").write_text(SEVERAL)
+    names = ["model.py::wide4::mine[dp=2]", "model.py::wide5::mine[dp=2]"]
+    listed = run_pytest("--spmd", "--collect-only", "-q", "-n", "0")
+    assert [line for line in listed.stdout.splitlines() if "::" in line] == names, listed.stdout
+
+    shown = run_pytest("--spmd", "-n", "2", "-rA").stdout
+    assert f"PASSED {names[0]}" in shown, shown
+    assert f"FAILED {names[1]}" in shown, shown
+    assert "1 failed, 1 passed" in shown, shown
+    assert "run it alone: spmd-verify model.py::wide5 --styles mine" in shown
+    assert run_pytest("--spmd", names[0]).returncode == 0
+
+    (repository / "model.py").write_text(f"{SEVERAL}\n\nraise ValueError('no cases today')\n")
+    broken = run_pytest("--spmd")
+    assert broken.returncode != 0
+    assert "no cases today" in broken.stdout, broken.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "cases"),
+    [
+        ("CASE = Case(M, x)", ()),
+        ("CASES = [Case(M, x, name='a'), spmd_verify.Case(M, x)]", ("a", "case1")),
+        ("CASES = {'a': Case(M, x), 'b': Case(M, x, name='c')}", ("a", "c")),
+        ("CASES = [Case(M, x)]", ()),
+        ("CASES = [Case(M, x, 'a'), Case(M, x)]", None),
+        ("CASES = [Case(M, x, name='a'), Case(M, x, name='a')]", None),
+        ("CASES = [Case(M, x, **more), Case(M, x)]", None),
+        ("CASES = [*others, Case(M, x)]", None),
+        ("CASES = [a, b]", None),
+        ("CASES = [make(1), make(2)]", None),
+        ("CASES = {**others}", None),
+        ("CASES = [Case(M, x) for M in models]", None),
+        ("from others import CASES", None),
+        ("CASES = [Case(M, x), Case(M, x)]\nCASE = Case(M, x)", None),
+        ("CASES = [Case(M, x), Case(M, x)]\nCASES.append(Case(M, x))", None),
+        ("CASES = [Case(M, x), Case(M, x)]\nfor M in N: CASES += [Case(M, x)]", None),
+        ("def cases(): pass", None),
+    ],
+)
+def test_reading_finds_the_names_of_cases_or_says_that_it_cannot(
+    tmp_path: Path, text: str, cases: tuple[str, ...] | None
+) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(text)
+    found = read(path)
+
+    assert found is not None
+    assert found.cases == cases
+
+
+def test_a_waived_cell_is_an_expected_failure_with_its_reason() -> None:
+    cell = Cell(case="m.py", style="s", mesh="dp=2", dtype="float32", world_size=2,
+                runner="processes", verdict="mismatch",
+                gate=Gate(fails=False, waived="issue 12", until="2027-01-31"))  # fmt: skip
+    told = ["warning: over since 2026-11-30: waiver of */x: old", "waived: m.py/s"]
+    record = Record(cells=[cell], unknown={"gate": told})
+
+    with pytest.raises(pytest.xfail.Exception, match="waived until 2027-01-31: issue 12"):
+        pytest_plugin._judge_all([cell], record, "spmd-verify m.py", lambda warning: None)
+    (warning,) = pytest_plugin._warnings(record)
+    assert str(warning) == "over since 2026-11-30: waiver of */x: old"
 
 
 def test_a_failure_reads_like_an_assertion() -> None:

@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 
 from spmd_verify import cli
-from spmd_verify.errors import UsageError
+from spmd_verify.errors import Unsupported, UsageError
 from spmd_verify.options import Options
 from spmd_verify.progress import Progress
 from spmd_verify.record import Record, encode
 from spmd_verify.repros.repro import write_repro
+from spmd_verify.repros.styles import torch_style
 from spmd_verify.run import verify
+from spmd_verify.variants import Variants
 
 NORMALISED = """
 class Model(nn.Module):
@@ -125,6 +127,92 @@ def test_torchs_own_styles_are_written_out(
     case.write_text(case.read_text() + "\n")
     assert cli.main(["repro", str(record), "ddp"]) == 2
     assert "[case-changed]" in capsys.readouterr().err
+
+
+SEQUENCE = """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(self.norm(self.embed(x)))))
+
+
+def get_inputs():
+    return torch.randn(8, 4, 8)
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("style", "says"), [("sp", "SequenceParallel"), ("ddp", "no_sync()")])
+def test_micro_steps_and_clipping_are_written_out(
+    write_case: Callable[..., str], tmp_path: Path, style: str, says: str
+) -> None:
+    options = Options((write_case(SEQUENCE),), styles=(style,), steps=1, probe=False, no_cache=True,
+                      variants=Variants(accumulate=2, clip=0.01))  # fmt: skip
+    record = tmp_path / "record.json"
+    record.write_bytes(encode(verify(options.checked(), Progress(quiet=True))))
+    found = _reproduced(record, style, tmp_path)
+    assert found.returncode == 0, found.stdout + found.stderr
+
+    script = tmp_path / f"repro_{style}.py"
+    text = script.read_text()
+    assert says in text
+    # Ranks that clip at another norm than one device; seen by what is below clipping.
+    right = "clip_grad_norm_(model.parameters(), 0.01)"
+    assert right in text
+    wrong = right.replace("0.01", "0.01 if mesh is None else 0.02")
+    script.write_text(text.replace(right, wrong))
+    planted = _run(script, tmp_path)
+    assert planted.returncode == 1, planted.stdout + planted.stderr
+
+
+@pytest.mark.dist
+def test_an_architecture_is_written_out_as_plain_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checker's finding - unequally many tokens - is there without the checker."""
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    options = Options(("hf:gpt2?n_layer=1",), styles=("ddp",), steps=1, probe=False, no_cache=True)
+    record = tmp_path / "record.json"
+    record.write_bytes(encode(verify(options.checked(), Progress(quiet=True))))
+    assert cli.main(["repro", str(record), "ddp"]) == 0
+    (script,) = tmp_path.glob("repro_*_ddp.py")
+    found = _run(script, tmp_path)
+
+    assert found.returncode == 1, found.stdout + found.stderr
+    case = tmp_path / f"{script.stem}_case.py"
+    assert "'n_layer': 1" in case.read_text()
+    # The same configuration and tokens on one rank's terms: with nothing padded it passes.
+    case.write_text(case.read_text() + _UNPADDED)
+    passed = _run(script, tmp_path)
+    assert passed.returncode == 0, passed.stdout + passed.stderr
+
+
+_UNPADDED = """
+
+padded = get_inputs
+
+
+def get_inputs():
+    batch = padded()
+    labels = batch["input_ids"].clone()
+    return {**batch, "attention_mask": torch.ones_like(labels), "labels": labels}
+"""
+
+
+@pytest.mark.parametrize(
+    ("style", "why"),
+    [("ep", "Experts"), ("cp", "Attention"), ("ddp+pp", "stages"), ("spmd_tp", "the engine")],
+)
+def test_a_refusal_says_why_and_what_to_do(style: str, why: str) -> None:
+    with pytest.raises(Unsupported, match=f"{why}.*Show it with spmd-verify itself") as found:
+        torch_style(style, {}, None)  # type: ignore[arg-type]
+    assert "parallelize_NAME" in str(found.value)
 
 
 def test_what_no_record_has_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

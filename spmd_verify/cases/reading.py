@@ -13,6 +13,8 @@ from typing import Final
 MARKERS: Final = ("get_inputs", "CASE", "CASES", "cases")
 _OPENERS: Final = ("parallelize", "setup")
 _USER_STYLE: Final = "user"
+# Of `Case(model, inputs, name, ...)`; the name is given by its word or is not read here.
+_ARGUMENTS: Final = 2
 
 
 @dataclass(frozen=True)
@@ -22,10 +24,13 @@ class Reading:
     Attributes:
         styles: The file's own styles, in its order.
         own_meshes: Those of them that bring a mesh, `mesh_NAME`.
+        cases: Names of its explicit cases; empty where the file is one case; None where only
+            running it tells.
     """
 
     styles: tuple[str, ...]
     own_meshes: frozenset[str]
+    cases: tuple[str, ...] | None = ()
 
 
 def read(path: Path) -> Reading | None:
@@ -51,7 +56,48 @@ def read(path: Path) -> Reading | None:
     if not has_inputs and not any(marker in names for marker in MARKERS[1:]):
         return None
     styles = tuple(dict.fromkeys(_styles(names)))
-    return Reading(styles, frozenset(name for name in styles if f"mesh_{name}" in names))
+    own_meshes = frozenset(name for name in styles if f"mesh_{name}" in names)
+    mentions = sum(isinstance(node, ast.Name) and node.id == "CASES" for node in ast.walk(tree))
+    return Reading(styles, own_meshes, _cases(names) if mentions < 2 else None)
+
+
+def _cases(names: dict[str, ast.stmt]) -> tuple[str, ...] | None:
+    """Return the cases of a literal `CASES`; None where there may be others or other names."""
+    if "CASES" not in names and "cases" not in names:
+        return ()
+    statement = names.get("CASES")
+    if "CASE" in names or "cases" in names or not isinstance(statement, ast.Assign):
+        return None
+    literal = statement.value
+    if isinstance(literal, ast.Dict):
+        keys: list[ast.expr | None] = list(literal.keys)
+        values = literal.values
+    elif isinstance(literal, (ast.List, ast.Tuple)):
+        keys = [ast.Constant(f"case{at}") for at in range(len(literal.elts))]
+        values = literal.elts
+    else:
+        return None
+    told = [_case_name(key, value) for key, value in zip(keys, values, strict=True)]
+    found = tuple(dict.fromkeys(name for name in told if name))
+    if len(found) < len(values):
+        return None
+    return found if len(found) > 1 else ()
+
+
+def _case_name(key: ast.expr | None, value: ast.expr) -> str | None:
+    """Return what `Case(...)` is called, by itself or else by its key; None where it is unclear."""
+    called = value.func if isinstance(value, ast.Call) else None
+    called_name = getattr(called, "attr", getattr(called, "id", ""))
+    if not isinstance(value, ast.Call) or called_name != "Case" or len(value.args) > _ARGUMENTS:
+        return None
+    if any(isinstance(each, ast.Starred) for each in value.args):
+        return None
+    given = {each.arg: each.value for each in value.keywords}
+    if None in given:
+        return None
+    name = given.get("name", key)
+    text = name.value if isinstance(name, ast.Constant) else None
+    return text if isinstance(text, str) else None
 
 
 def _styles(names: dict[str, ast.stmt]) -> Iterator[str]:

@@ -51,6 +51,38 @@ class HfAddress:
     fields: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Built:
+    """What a model is built from, in words that transformers alone understands.
+
+    Attributes:
+        auto: Name of the auto class.
+        model_type: Of the configuration.
+        fields: What is given to the configuration.
+        experts: How experts are computed.
+        version: Of transformers.
+    """
+
+    auto: str
+    model_type: str
+    fields: dict[str, Any]
+    experts: str
+    version: str
+
+
+def built(source: str, overrides: Mapping[str, str]) -> Built:
+    """Return what the model of an address is built from.
+
+    Raises:
+        CaseError: As `hf_case`.
+    """
+    transformers = _transformers()
+    address = parse_hf(source, overrides, transformers)
+    auto = rules()["heads"][address.head][0]
+    fields = _fields(transformers, address)
+    return Built(auto, address.model_type, fields, _EXPERTS, transformers.__version__)
+
+
 def hf_case(source: str, overrides: Mapping[str, str]) -> tuple[Case, str]:
     """Return the case of an address and a hash of all it depends on.
 
@@ -161,6 +193,14 @@ def _model_class(transformers: ModuleType, address: HfAddress) -> Any:
 
 def _configuration(transformers: ModuleType, address: HfAddress) -> Any:
     """Return the shrunk configuration with the address' fields over it."""
+    small = _fields(transformers, address)
+    where = f"hf:{address.head}/{address.model_type}"
+    with UserCode("The shrunk configuration", path=where, slug="hf-refused"):
+        return transformers.AutoConfig.for_model(address.model_type, **small)
+
+
+def _fields(transformers: ModuleType, address: HfAddress) -> dict[str, Any]:
+    """Return the fields that the configuration is given."""
     where = f"hf:{address.head}/{address.model_type}"
     with UserCode("The configuration", path=where, slug="hf-refused"):
         defaults = transformers.AutoConfig.for_model(address.model_type).to_dict()
@@ -171,8 +211,7 @@ def _configuration(transformers: ModuleType, address: HfAddress) -> Any:
         small["pad_token_id"] = 0
     for name, value in address.fields.items():
         _set_field(small, defaults, name, value, where)
-    with UserCode("The shrunk configuration", path=where, slug="hf-refused"):
-        return transformers.AutoConfig.for_model(address.model_type, **small)
+    return small
 
 
 def _set_field(

@@ -7,7 +7,8 @@ Source: docs.github.com, "Workflow commands for GitHub Actions" and "Adding a jo
 import hashlib
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Final
 
 import spmd_verify.reporters.md as md
@@ -72,27 +73,48 @@ def stdout(record: Record, text: str) -> str:
 
 
 def annotations(record: Record) -> list[str]:
-    """Return at most `MOST_ANNOTATIONS` workflow commands, the worst first.
+    """Return at most `MOST_ANNOTATIONS` workflow commands of each kind, the worst first.
 
-    Every failing cell has one; while there is room, so has every other tensor that fails by
-    itself. Where there are more, the last one says how many.
+    Every failing cell is an error; while there is room, so is what is worse than the baseline and
+    every other tensor that fails by itself. What the gate warns of is a warning, a waived cell a
+    notice. Where there are more of a kind, its last one says how many.
     """
     failing = [cell for cell in record.cells if _is_failing(record, cell)]
     failing.sort(key=_weight, reverse=True)
+    worse = paragraphs.regressions(record)
     rows = sorted(_other_rows(failing), key=lambda pair: _ratio(pair[1]), reverse=True)
-    count = len(failing) + len(rows)
-    room = MOST_ANNOTATIONS if count <= MOST_ANNOTATIONS else MOST_ANNOTATIONS - 1
-    told = [_of_cell(record, cell) for cell in failing[:room]]
-    told += [_of_row(*pair) for pair in rows[: room - len(told)]]
-    if count > room:
-        cells = max(len(failing) - room, 0)
-        tensors = count - room - cells
-        counts = ((cells, "cell"), (tensors, "tensor"))
-        words = [f"{n} more {noun}{'s' * (n > 1)}" for n, noun in counts if n]
-        verb = "fails" if cells + tensors == 1 else "fail"
-        message = f"{' and '.join(words)} {verb}: see the report"
-        told.append(_command("error", {"title": "spmd-verify"}, message))
-    return told
+    waived = [cell for cell in record.cells if paragraphs.waiver(cell)]
+    warnings = [line.removeprefix("warning: ") for line in paragraphs.warnings(record)]
+    errors = [
+        ("cell", (_of_cell(record, cell) for cell in failing), len(failing)),
+        ("regression", map(_of_regression, worse), len(worse)),
+        ("tensor", (_of_row(*pair) for pair in rows), len(rows)),
+    ]
+    notices = [("waived cell", (_of_waived(cell) for cell in waived), len(waived))]
+    told = [("warning", (_about_run("warning", line) for line in warnings), len(warnings))]
+    return [*_kind("error", errors), *_kind("warning", told), *_kind("notice", notices)]
+
+
+def _kind(kind: str, groups: Sequence[tuple[str, Iterator[str], int]]) -> list[str]:
+    """Return the commands of one kind, as many as are shown, and how many more there are.
+
+    Args:
+        kind: `error`, `warning` or `notice`.
+        groups: What one is, the commands, and how many they are; the most important first.
+    """
+    total = sum(count for _, _, count in groups)
+    room = MOST_ANNOTATIONS if total <= MOST_ANNOTATIONS else MOST_ANNOTATIONS - 1
+    shown: list[str] = []
+    words = []
+    for noun, commands, count in groups:
+        taken = list(islice(commands, room - len(shown)))
+        shown += taken
+        if hidden := count - len(taken):
+            words.append(f"{hidden} more {noun}{'s' * (hidden > 1)}")
+    if words:
+        verb = "" if kind != "error" else " fails" if total - room == 1 else " fail"
+        shown.append(_about_run(kind, f"{' and '.join(words)}{verb}: see the report"))
+    return shown
 
 
 def _is_failing(record: Record, cell: Cell) -> bool:
@@ -113,6 +135,22 @@ def _of_cell(record: Record, cell: Cell) -> str:
         lines.append("not certified: not every fault that was planted is caught")
     message = "\n".join([paragraphs.heading(cell), *lines])
     return _command("error", {**_place(cell), "title": f"{cell.verdict}: {cell.style}"}, message)
+
+
+def _of_regression(regression: tuple[str, str]) -> str:
+    """Return the annotation of a cell that is worse than the baseline has it."""
+    return _about_run("error", ": ".join(regression))
+
+
+def _of_waived(cell: Cell) -> str:
+    """Return the annotation of a cell that would fail and may."""
+    message = f"{paragraphs.heading(cell)}\n{paragraphs.waiver(cell)}"
+    return _command("notice", {**_place(cell), "title": f"waived: {cell.style}"}, message)
+
+
+def _about_run(kind: str, message: str) -> str:
+    """Return a command about the run, which stands at no line of a file."""
+    return _command(kind, {"title": "spmd-verify"}, message)
 
 
 def _of_row(cell: Cell, row: Row) -> str:

@@ -18,7 +18,7 @@ from spmd_verify.planting.certificate import (
 )
 from spmd_verify.record import Cause, Cell, Row
 from spmd_verify.reporters.html_text import counted, link, number
-from spmd_verify.reporters.paragraphs import first_row, ranges
+from spmd_verify.reporters.paragraphs import first_row, ranges, waiver
 from spmd_verify.verdict import Verdict
 
 _NOT_JUDGED: Final = ("error", "unsupported")
@@ -77,7 +77,12 @@ class CellView:
     @property
     def is_waived(self) -> bool:
         """Say whether the cell would fail by its verdict and the run let it pass."""
-        return self.cell.verdict in FAILING and not self.is_failing
+        return bool(self.waiver) or (self.cell.verdict in FAILING and not self.is_failing)
+
+    @property
+    def waiver(self) -> str:
+        """Return why it may fail, and how long; empty where no waiver holds."""
+        return waiver(self.cell)
 
     @property
     def cause(self) -> Cause | None:

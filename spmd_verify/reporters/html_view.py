@@ -15,6 +15,7 @@ from spmd_verify.exit_codes import FAILED
 from spmd_verify.planting.certificate import SURVIVED
 from spmd_verify.record import Record
 from spmd_verify.reporters.html_cell import GLYPHS, CellView, CertificateView, certified, seen
+from spmd_verify.reporters.paragraphs import gate_lines
 
 # Rows of all tables that need no script, together; each cell has at least three.
 _STATIC_ROWS: Final = 400
@@ -95,7 +96,7 @@ class Overview:
     @property
     def gate(self) -> list[str]:
         """Return what the run said of waivers and of its baseline."""
-        return [str(line) for line in self.record.unknown.get("gate", ())]
+        return gate_lines(self.record)
 
     @property
     def exits_otherwise(self) -> bool:

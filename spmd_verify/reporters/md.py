@@ -55,12 +55,17 @@ def join(texts: Iterable[str]) -> str:
 
 def blocks(record: Record) -> list[Block]:
     """Return the report in parts: summary, table, why cells fail, their tensors, notes."""
-    told = [cell for cell in record.cells if paragraphs.needs_words(record, cell)]
+    told = [
+        cell
+        for cell in record.cells
+        if paragraphs.needs_words(record, cell) or paragraphs.waiver(cell)
+    ]
     told.sort(key=lambda cell: cell.verdict != "error" and not paragraphs.fails(record, cell))
-    summary, *notes = paragraphs.summary(record)
+    summary, *notes = paragraphs.closing(record)
     return [
         Block(f"{_TITLE}\n\n{markdown(summary)}"),
         _cells(record),
+        *_gate(record),
         *_certificates(record),
         *(_paragraph(cell) for cell in told),
         *(_tensors(cell) for cell in told if _differing(cell)),
@@ -71,7 +76,16 @@ def blocks(record: Record) -> list[Block]:
 def _cells(record: Record) -> Block:
     """Return the table of cells."""
     headers, lines = paragraphs.cell_table(record)
+    at = headers.index("verdict")
+    for cell, line in zip(record.cells, lines, strict=True):
+        line[at] += ", waived" if paragraphs.waiver(cell) else ""
     return Block(_head(headers), [_line(line) for line in lines], noun="cells")
+
+
+def _gate(record: Record) -> list[Block]:
+    """Return what was said of waivers and the baseline: above what `github` may have to cut."""
+    lines = [f"- {markdown(line)}" for line in paragraphs.gate_lines(record)]
+    return [Block("### Waivers and baseline\n", lines, noun="lines")] if lines else []
 
 
 def _certificates(record: Record) -> list[Block]:
@@ -83,8 +97,11 @@ def _certificates(record: Record) -> list[Block]:
 
 def _paragraph(cell: Cell) -> Block:
     """Return why one cell did not simply pass."""
+    lines = paragraphs.paragraph(cell)
     heading = f"### {markdown(paragraphs.heading(cell))}"
-    return Block(f"{heading}\n\n{preformatted(paragraphs.paragraph(cell))}")
+    if why := paragraphs.waiver(cell):
+        heading, lines = f"{heading}, waived", [why, *lines]
+    return Block(f"{heading}\n\n{preformatted(lines)}")
 
 
 def _tensors(cell: Cell) -> Block:

@@ -5,12 +5,13 @@ for itself.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import msgspec
 
 from spmd_verify import exit_codes
+from spmd_verify.gate import full_name, suffix_of
 from spmd_verify.planting import certificate
 from spmd_verify.record import Cell, ExactInfo, Record, Row
 from spmd_verify.ties.replay import described
@@ -36,6 +37,49 @@ def is_certified(record: Record) -> bool:
 def is_uncertified(record: Record, cell: Cell) -> bool:
     """Say whether a cell that was judged fails `certify`: not every planted fault was caught."""
     return is_certified(record) and cell.verdict not in _UNJUDGED and certificate.is_open(cell)
+
+
+def waiver(cell: Cell) -> str:
+    """Return why a cell that would fail may, and how long; empty where no waiver holds."""
+    if cell.gate is None or cell.gate.waived is None:
+        return ""
+    until = f" until {cell.gate.until}" if cell.gate.until else ""
+    return visible(f"waived{until}: {cell.gate.waived}")
+
+
+def gate_lines(record: Record) -> list[str]:
+    """Return what the run said of its waivers and its baseline."""
+    return [line for said in _listed(record, "gate") for line in lines_of(str(said))]
+
+
+def warnings(record: Record) -> list[str]:
+    """Return what of `gate_lines` asks somebody to do something: a waiver that is over, say."""
+    return [line for line in gate_lines(record) if line.startswith("warning")]
+
+
+def regressions(record: Record) -> list[tuple[str, str]]:
+    """Return name and text of each cell that is worse than the baseline, and else would pass."""
+    found = record.unknown.get("baseline")
+    changes = found.get("changes") if isinstance(found, Mapping) else None
+    suffix = suffix_of(record.settings)
+    told = {
+        full_name(cell, suffix)
+        for cell in record.cells
+        if cell.verdict == "error" or fails(record, cell)
+    }
+    return [
+        (visible(str(change.get("name"))), visible(f"{change.get('kind')}: {change.get('text')}"))
+        for change in (changes if isinstance(changes, list) else ())
+        if isinstance(change, Mapping)
+        and change.get("is_regression") is True
+        and change.get("name") not in told
+    ]
+
+
+def _listed(record: Record, key: str) -> list[Any]:
+    """Return a list that the record keeps beside its fields; empty where it is none."""
+    found = record.unknown.get(key)
+    return found if isinstance(found, list) else []
 
 
 def needs_words(record: Record, cell: Cell) -> bool:
@@ -180,6 +224,11 @@ def row_line(row: Row) -> list[str]:
 
 
 def summary(record: Record) -> list[str]:
+    """Return `closing`, and what the gate said."""
+    return [*closing(record), *gate_lines(record)]
+
+
+def closing(record: Record) -> list[str]:
     """Return the closing lines: how many differ, the head-room that is left, and every note."""
     judged = [cell for cell in record.cells if cell.verdict not in _UNJUDGED]
     failed = [cell for cell in judged if fails(record, cell)]
@@ -213,7 +262,6 @@ def _notes(record: Record, judged: list[Cell], failed: list[Cell]) -> list[str]:
         notes += _exactness(visible(address), found)
     for address, texts in record.unknown.get("notes", {}).items():
         notes += [f"note: {visible(address)}: {text}" for text in texts]
-    notes += record.unknown.get("gate", [])  # waivers and the baseline
     return [line for note in notes for line in lines_of(note)]
 
 

@@ -2,7 +2,9 @@
 
 A cell is a suite; what one module shows at one stage, over all tensors, steps and runs, is one
 check of it. Names have no seed, value or step in them, so that a check has the same name in
-every run; a suite has a failing check where its cell fails, and nowhere else.
+every run; a suite has a failing check where its cell fails, and nowhere else. A cell that a waiver
+lets pass is skipped, with the reason: readers show no text of what passes. What the gate says of
+the run - a waiver that is over, a cell that is worse than its baseline - is a suite of its own.
 """
 
 import math
@@ -30,6 +32,7 @@ _REPEATED: Final = re.compile(r"[#@]\d+$")
 _OF_A_PARAMETER: Final = frozenset({"initial_state", "gradients", "parameters", "buffers"})
 _OF_A_MODULE: Final = frozenset({"module_outputs", "eval_outputs"})
 _CELL: Final = "cell"
+_GATE: Final = "spmd-verify.gate"
 
 
 @dataclass(frozen=True)
@@ -56,19 +59,19 @@ class Suite:
     """One cell.
 
     Attributes:
-        cell: What it is made from.
+        cell: What it is made from; None for what is said of the run.
         name: Unique in its record; case, style, mesh and dtype.
         checks: At least one.
     """
 
-    cell: Cell
+    cell: Cell | None
     name: str
     checks: tuple[Check, ...]
 
     @property
     def seconds(self) -> float:
         """Return what the cell took; 0 where the record has no number for it."""
-        seconds = self.cell.duration_seconds
+        seconds = 0.0 if self.cell is None else self.cell.duration_seconds
         return seconds if math.isfinite(seconds) else 0.0
 
     def count(self, status: str) -> int:
@@ -77,7 +80,7 @@ class Suite:
 
 
 def suites(record: Record) -> list[Suite]:
-    """Return one suite for every cell, in the record's order."""
+    """Return one suite for every cell, in the record's order, and what is said of the run."""
     names = _unique(suite_name(cell) for cell in record.cells)
     found = []
     for name, cell in zip(names, record.cells, strict=True):
@@ -90,7 +93,18 @@ def suites(record: Record) -> list[Suite]:
             for name, check in zip(told, checks, strict=True)
         )
         found.append(Suite(cell, name, tuple(renamed)))
-    return found
+    return [*found, *_gate(record)]
+
+
+def _gate(record: Record) -> list[Suite]:
+    """Return what is worse than the baseline, and what the gate warns of; no suite for nothing."""
+    checks = [
+        Check(f"baseline: {name}", FAILED, "regressed", text, (f"{name}: {text}",))
+        for name, text in paragraphs.regressions(record)
+    ]
+    if warnings := paragraphs.warnings(record):
+        checks.append(Check("warnings", SKIPPED, "warning", warnings[0], tuple(warnings)))
+    return [Suite(None, _GATE, tuple(checks))] if checks else []
 
 
 def suite_name(cell: Cell) -> str:
@@ -126,7 +140,9 @@ def _checks(record: Record, cell: Cell) -> list[Check]:
         for stage, module in keys
     ]
     bad = BROKEN if cell.verdict == "error" else FAILED if is_failing else PASSED
-    if not checks or (bad != PASSED and all(check.status != bad for check in checks)):
+    is_untold = bad != PASSED and all(check.status != bad for check in checks)
+    why = paragraphs.waiver(cell)
+    if not checks or is_untold or (why and all(why not in check.message for check in checks)):
         checks.append(_whole(cell, bad))
     return checks
 
@@ -138,8 +154,10 @@ def _check(cell: Cell, name: str, rows: Sequence[Row], *, is_failing: bool) -> C
     if wrong := [row for row in rows if row.verdict in ("mismatch", "semantic")]:
         worst = max(wrong, key=_weight)
         text = (*_why(cell, wrong), *_listed(wrong))
-        message = _one_line(worst)
-        return Check(visible(name), FAILED if is_failing else PASSED, worst.verdict, message, text)
+        message, status = _one_line(worst), FAILED if is_failing else PASSED
+        if not is_failing and (why := paragraphs.waiver(cell)):
+            message, status, text = f"{why}; {message}", SKIPPED, (why, *text)
+        return Check(visible(name), status, worst.verdict, message, text)
     if "undetermined" in verdicts:
         undetermined = [row for row in rows if row.verdict == "undetermined"]
         message = _one_line(undetermined[0])
@@ -152,9 +170,10 @@ def _check(cell: Cell, name: str, rows: Sequence[Row], *, is_failing: bool) -> C
 
 def _whole(cell: Cell, bad: str) -> Check:
     """Return the check of a cell that its rows, if there are any, do not tell."""
-    is_skipped = bad == PASSED and cell.verdict in ("unsupported", "undetermined")
+    why = paragraphs.waiver(cell)
+    is_skipped = bad == PASSED and (why or cell.verdict in ("unsupported", "undetermined"))
     status = SKIPPED if is_skipped else bad
-    lines = paragraphs.paragraph(cell)
+    lines = [*([why] if why else []), *paragraphs.paragraph(cell)]
     if status == PASSED:
         return Check(_CELL, status, cell.verdict)
     message = lines[0] if lines else cell.verdict

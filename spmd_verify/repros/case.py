@@ -33,6 +33,23 @@ def projected(output, batch):  # the case has no loss: means of the outputs time
 """
 
 
+# As `training_step.micro_batches`: micro-step i of N takes samples i, i + N, ...
+_MICRO_STEPS: Final = """\
+whole, spec = pytree.tree_flatten(batch)
+total, dims = 0.0, {dims}  # the batch dim of every value
+for index in range({count}):
+    cut = [x if dim is None else x.movedim(dim, 0)[index::{count}].movedim(0, dim)
+           for x, dim in zip(whole, dims)]
+    batch, is_last = pytree.tree_unflatten(cut, spec), index == {count} - 1
+    getattr(model, "set_requires_gradient_sync", bool)(is_last)  # fully_shard
+    waits = not is_last and hasattr(model, "no_sync")  # DistributedDataParallel
+    with model.no_sync() if waits else contextlib.nullcontext():
+        loss = {loss} * (cut[{leaf}].shape[{dim}] / whole[{leaf}].shape[{dim}])
+        loss.backward()
+    total = total + loss.detach()
+"""
+
+
 def refusal(what: str, why: str, remedy: str) -> Unsupported:
     """Return the error of what no script of plain torch says."""
     return Unsupported(f"No script reproduces this: {what}. {why}. {remedy}", slug="no-repro")
@@ -162,15 +179,19 @@ class CaseText:
             return "return case.step(model, optimizer, batch)"
         is_list = self.num_optimizers > 0
         each = "for each in optimizer:\n    each" if is_list else "optimizer"
-        return "\n".join(
-            [
-                f"{each}.zero_grad()",
-                "loss = " + re.sub(r"\boutput\b", f"model({self._arguments()})", self._loss()),
-                "loss.backward()",
-                f"{each}.step()",
-                "return loss.detach()",
-            ]
-        )
+        loss = re.sub(r"\boutput\b", f"model({self._arguments()})", self._loss())
+        micro_steps, norm = self.case.variants.accumulate, self.case.variants.clip
+        if micro_steps > 1:
+            leaf = next(at for at, dim in enumerate(self.case.batch_dims) if dim is not None)
+            once = _MICRO_STEPS.format(
+                count=micro_steps, loss=loss, dims=self.case.batch_dims, leaf=leaf,
+                dim=self.case.batch_dims[leaf],
+            )  # fmt: skip
+        else:
+            once = f"loss = {loss}\nloss.backward()\n"
+        clip = f"torch.nn.utils.clip_grad_norm_(model.parameters(), {norm})\n" if norm else ""
+        result = "total" if micro_steps > 1 else "loss.detach()"
+        return f"{each}.zero_grad()\n{once}{clip}{each}.step()\nreturn {result}"
 
     def _arguments(self) -> str:
         """Return the arguments of forward, from `batch`."""

@@ -11,18 +11,20 @@ import math
 import re
 import shutil
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from spmd_verify.cases.address import Address, parse
-from spmd_verify.cases.case import load_case
+from spmd_verify.cases.case import LoadedCase, load_case
 from spmd_verify.cases.modules import import_case_module
-from spmd_verify.errors import UsageError, choices_text
+from spmd_verify.errors import SpmdVerifyError, UsageError, choices_text
 from spmd_verify.prober import PROBE_RUN
 from spmd_verify.record import Cell, Record, Row, decode
 from spmd_verify.repros.case import PROJECTED, CaseText, refusal
+from spmd_verify.repros.copies import copies_of
+from spmd_verify.repros.hf_case import write_case
 from spmd_verify.repros.script import again, judge, script
 from spmd_verify.repros.styles import StyleText, torch_style, user_style
 from spmd_verify.verdict import LIMITS, Verdict, real_name
@@ -33,6 +35,8 @@ _WATCHED: Final = ("gradients", "parameters", "loss")
 _STATE: Final = ("initial_state", "parameters", "buffers")
 _GATHERED: Final = frozenset({"gradients", "clipping", "parameters", "buffers", "optimizer_state"})
 _SPLIT: Final = re.compile(r"S\((\d+)\)")
+_WRITTEN_OUT: Final = ("accumulate", "clip")
+_MOST_LINES: Final = 150  # a longer script gives up the second blank line between functions
 _LONGEST_CAUSE: Final = 280  # characters: three lines
 _CALL: Final = re.compile(r"#(\d+)$")
 
@@ -55,16 +59,27 @@ def write_repro(record_path: str, cell_id: str, output: str | None) -> str:
     found = decode(_bytes(record_path), record_path)
     cell = _cell(found, cell_id)
     address = parse(cell.case)
-    _refuse(found, cell, address)
+    _refuse(found, cell)
     row = _row(cell)
-    text = _script(found, cell, row, address)
-    stem = re.sub(r"\W+", "_", f"{Path(address.source).stem}_{cell.style}").strip("_")
+    name = address.source if address.kind == "hf" else Path(address.source).stem
+    stem = re.sub(r"\W+", "_", f"{name}_{cell.style}").strip("_")
     target = Path(output or f"repro_{stem}.py")
-    copies = list(_copies(address, target)) if address.kind == "file" else []
+    made: list[Path] = []
+    try:
+        if address.kind == "hf":
+            made = write_case(_loaded(found, cell, cell.case), target)
+            address = parse(str(made[0]))
+        text = _script(found, cell, row, address)
+    except SpmdVerifyError:
+        for each in made:
+            each.unlink()
+        raise
+    copies = list(copies_of(address, target)) if address.kind == "file" else []
     write_whole(str(target), text.encode())
     for source in copies:
         shutil.copyfile(source, target.parent / source.name)
-    beside = f", and beside it {', '.join(each.name for each in copies)}" if copies else ""
+    names = [each.name for each in [*copies, *made]]
+    beside = f", and beside it {', '.join(names)}" if names else ""
     return f"{target}{beside}: {row.name} ({row.stage}, step {row.step})\nrun: python {target}"
 
 
@@ -103,31 +118,38 @@ def _cell(record: Record, asked: str) -> Cell:
     )
 
 
-def _refuse(record: Record, cell: Cell, address: Address) -> None:
+def _refuse(record: Record, cell: Cell) -> None:
     """Refuse what a script cannot say.
 
     Raises:
-        UsageError: `case-changed`.
         Unsupported: `no-repro`.
     """
     if cell.verdict in (Verdict.ERROR, Verdict.UNSUPPORTED):
         raise refusal(
             f"{cell.id} is {cell.verdict}", "No tensor was compared", "Run the check with -v"
         )
-    if address.kind == "hf":
-        raise refusal(
-            f"the case {address.text}",
-            "Its model is made small by this project",
-            "Write it to a model file with get_inputs() and a class or get_model()",
-        )
-    changed = record.settings.get("overrides") or {}
+    given = _overrides(record)
+    changed = {key: value for key, value in given.items() if key not in _WRITTEN_OUT}
     if changed:
         shown = ", ".join(f"{key}={value}" for key, value in changed.items())
         raise refusal(
             f"a run with {shown}",
-            "Variants and modes are code of this project",
+            "Modes and variants but --accumulate and --clip are code of this project",
             "Run the check without them, or write them into the file's step()",
         )
+
+
+def _is_watched(row: Row) -> bool:
+    """Say whether a script looks at such a tensor."""
+    is_step = row.stage not in ("inputs", "eval_outputs") and row.run != "resumed"
+    return is_step and "@" not in row.name
+
+
+def _overrides(record: Record) -> dict[str, str]:
+    """Return what the run changed about its cases."""
+    found = record.settings.get("overrides")
+    given = found if isinstance(found, Mapping) else {}
+    return {str(key): str(value) for key, value in given.items()}
 
 
 def _row(cell: Cell) -> Row:
@@ -139,8 +161,9 @@ def _row(cell: Cell) -> Row:
     first = cell.first_divergence
     if first is not None:
         place = (first.step, first.stage, first.tensor)
-    elif cell.worst is not None:
-        place = (cell.worst.step, cell.worst.stage, cell.worst.tensor)
+    elif near := [row for row in cell.tensors if row.ratio is not None and _is_watched(row)]:
+        worst = max(near, key=lambda row: row.ratio or 0.0)
+        place = (worst.step, worst.stage, worst.name)
     else:
         watched = [(row.step, row.stage, row.name) for row in cell.tensors if row.stage in _WATCHED]
         place = min(watched, key=lambda each: _WATCHED.index(each[1]), default=(0, "", ""))
@@ -149,7 +172,7 @@ def _row(cell: Cell) -> Row:
     if not rows:
         raise refusal(f"{cell.id}", "No tensor was compared", "Run the check with -v")
     row = rows[0]
-    if row.stage in ("inputs", "eval_outputs") or row.run == "resumed" or "@" in row.name:
+    if not _is_watched(row):
         raise refusal(
             f"{row.name} ({row.stage}, run {row.run})",
             "Scripts look at module outputs, loss, gradients, optimizer state, parameters and "
@@ -159,17 +182,38 @@ def _row(cell: Cell) -> Row:
     return row
 
 
-def _script(record: Record, cell: Cell, row: Row, address: Address) -> str:
-    """Return the text of the script."""
+def _loaded(record: Record, cell: Cell, address: str) -> LoadedCase:
+    """Load the case as the run did.
+
+    Args:
+        record: Of the run.
+        cell: Of the record.
+        address: The cell's, or the file in which it is written out.
+
+    Raises:
+        UsageError: `case-changed`.
+    """
     settings = record.settings
-    seed = int(settings.get("seed", 0))
-    case = load_case(cell.case, dtype=cell.dtype, seed=seed, steps=int(settings.get("steps", 3)))
-    if record.case is not None and record.case.source_hash != case.source_hash:
+    case = load_case(
+        address,
+        dtype=cell.dtype,
+        seed=int(settings.get("seed", 0)),
+        steps=int(settings.get("steps", 3)),
+        overrides=_overrides(record),
+    )
+    is_same = record.case is None or record.case.source_hash == case.source_hash
+    if address == cell.case and not is_same:
         raise UsageError(
             f"The case has changed since the record was written: {cell.case}. The script would "
             f"reproduce something else. Run the check again with --report json=PATH",
             slug="case-changed",
         )
+    return case
+
+
+def _script(record: Record, cell: Cell, row: Row, address: Address) -> str:
+    """Return the text of the script."""
+    case = _loaded(record, cell, address.text)
     module = import_case_module(address)
     is_probe = row.run == PROBE_RUN
     known = CaseText(case, module, address, row.step + 1, is_probe)
@@ -334,7 +378,7 @@ def _assembled(parts: _Parts) -> str:
         }
     )
     ast.parse(text)
-    return text
+    return text if text.count("\n") < _MOST_LINES else text.replace("\n\n\n", "\n\n")
 
 
 def _in_dtype(train: str, case: CaseText) -> str:
@@ -373,7 +417,8 @@ def _module(address: Address) -> str:
 def _imports(parts: _Parts) -> str:
     """Return the import lines, sorted, only those that are needed."""
     plain = ["importlib", "os", "random", "sys", "tempfile"]
-    plain += [each for each in ("fnmatch", "inspect") if f"{each}." in parts.style.parallel]
+    told = parts.style.parallel + parts.case.step()
+    plain += [each for each in ("contextlib", "fnmatch", "inspect") if f"{each}." in told]
     own = ["import torch", "import torch.distributed as dist", "import torch.multiprocessing as mp"]
     if "numpy" in parts.source:
         own.insert(0, "import numpy")
@@ -383,39 +428,3 @@ def _imports(parts: _Parts) -> str:
         *parts.style.imports.splitlines(),
     ]
     return "\n".join([f"import {', '.join(sorted(plain))}", "", *own, *sorted(taken)])
-
-
-def _copies(address: Address, target: Path) -> Iterator[Path]:
-    """Give the files that the script needs beside it and has not: the case and its modules.
-
-    Raises:
-        Unsupported: `no-repro`: the case imports a package of its folder.
-        UsageError: `report-not-written`: another file has the name.
-    """
-    start = Path(address.source).resolve()
-    if start.parent == target.resolve().parent:
-        return
-    waiting, seen = [start], {start}
-    while waiting:
-        path = waiting.pop()
-        yield path
-        for name in _imported(path):
-            beside = start.parent / f"{name}.py"
-            if (start.parent / name / "__init__.py").is_file():
-                raise refusal(
-                    f"{path.name} imports the package {name} of its folder",
-                    "Only single modules are copied",
-                    f"Write the script into that folder: --output {start.parent}/repro.py",
-                )
-            if beside.is_file() and beside not in seen:
-                seen.add(beside)
-                waiting.append(beside)
-
-
-def _imported(path: Path) -> Iterator[str]:
-    """Give the top-level names that a file imports, anywhere in it."""
-    for node in ast.walk(ast.parse(path.read_bytes())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module.partition(".")[0]

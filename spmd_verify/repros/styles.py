@@ -10,7 +10,7 @@ from typing import Any, Final
 from spmd_verify.cases.hooks import UserStyle
 from spmd_verify.repros.case import CaseText, refusal
 from spmd_verify.style_ids import ENGINE
-from spmd_verify.styles.tp_derive import COLUMN, COLUMN_GATHERED, ROW, ROW_SCATTERED
+from spmd_verify.styles.tp_derive import COLUMN, COLUMN_GATHERED, ROW, ROW_SCATTERED, SEQUENCE
 
 _HEAD: Final = '''\
 def parallel(case, model, mesh):
@@ -18,29 +18,32 @@ def parallel(case, model, mesh):
 '''
 _DDP: Final = "from torch.nn.parallel import DistributedDataParallel\n"
 _FSDP: Final = "from torch.distributed.fsdp import fully_shard\n"
-_TP: Final = (
-    "from torch.distributed.tensor import Replicate\n"
-    "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel\n"
-    "from torch.distributed.tensor.parallel import parallelize_module\n"
-)
-_PARALLELIZE: Final = "from torch.distributed.tensor.parallel import parallelize_module\n"
+_TP: Final = "from torch.distributed.tensor import Replicate, parallel as tp\n"
+_SP: Final = "from torch.distributed.tensor import Replicate, Shard, parallel as tp\n"
+_PARALLELIZE: Final = "from torch.distributed.tensor import parallel as tp\n"
 _FROM_FILE: Final = (
     "for pattern, styles in plan.items():",
     "    for path, module in model.named_modules():",
     "        for each in styles if isinstance(styles, (list, tuple)) else [styles]:",
     "            if fnmatch.fnmatchcase(path, pattern):",
-    '                parallelize_module(module, mesh["tp"], each)',
+    "                tp.parallelize_module(module, mesh[AXIS], each)",
 )
 # The order does not matter: each takes one module.
 _STYLES: Final = {
-    COLUMN: "ColwiseParallel()",
-    COLUMN_GATHERED: "ColwiseParallel(output_layouts=Replicate())",
-    ROW: "RowwiseParallel()",
-    ROW_SCATTERED: "RowwiseParallel(input_layouts=Replicate())",
+    COLUMN: "tp.ColwiseParallel()",
+    COLUMN_GATHERED: "tp.ColwiseParallel(output_layouts=Replicate())",
+    ROW: "tp.RowwiseParallel()",
+    ROW_SCATTERED: "tp.RowwiseParallel(input_layouts=Replicate())",
 }
 _ZERO: Final = "from torch.distributed.optim import ZeroRedundancyOptimizer\n"
 _SHARDED: Final = ("fsdp2", "hsdp")
-_TENSOR: Final = ("tp", "fsdp2+tp", "hsdp+tp")
+_TENSOR: Final = ("tp", "sp", "fsdp2+tp", "hsdp+tp")
+# Why no few calls of torch say a style.
+_OWN_CODE: Final = {
+    "cp": "Attention on parts of the sequence is computed by code of this project",
+    "ep": "Experts and their tokens are sent to ranks by code of this project",
+    "pp": "The model is cut and called in stages by code of this project",
+}
 
 
 @dataclass(frozen=True)
@@ -99,13 +102,16 @@ def torch_style(name: str, facts: Mapping[str, Any], case: CaseText) -> StyleTex
         return StyleText(_FSDP, _made([*lines, f"return model, {case.optimizer()}"]))
     if name in _TENSOR:
         return _tensor(name, facts, case)
-    is_engine = name in ENGINE
+    why = "Its parts are made by this project: no few calls of torch say them"
+    if name in ENGINE:
+        why = "It runs a graph that spmd, the engine of this project, has made"
+    for part in name.split("+"):
+        why = _OWN_CODE.get(part, why)
     raise refusal(
         f"the style {name}",
-        "It runs a graph that spmd, the engine of this project, has made"
-        if is_engine
-        else "Its parts are made by this project: no few calls of torch say them",
-        "Run spmd-verify itself, or give the file a style of its own (parallelize_NAME)",
+        why,
+        f"Show it with spmd-verify itself, --styles {name}, or give the file a style of its own "
+        f"(parallelize_NAME), which a script can call",
     )
 
 
@@ -168,14 +174,18 @@ def _tensor(name: str, facts: Mapping[str, Any], case: CaseText) -> StyleText:
             "Keeping them tied takes code of this project",
             "Give the file a style of its own (parallelize_NAME)",
         )
+    axis = "sp" if name == "sp" else "tp"
     if case.case.hooks.tp_plan is not None:
         taken = inspect.signature(case.case.hooks.tp_plan).parameters
-        given = {"model": "model=model", "mesh": 'mesh=mesh["tp"]'}
+        given = {"model": "model=model", "mesh": f'mesh=mesh["{axis}"]'}
         words = ", ".join(text for key, text in given.items() if key in taken)
-        lines, imports = [f"plan = case.tp_plan({words})", *_FROM_FILE], _PARALLELIZE
+        own = [line.replace("AXIS", f'"{axis}"') for line in _FROM_FILE]
+        lines, imports = [f"plan = case.tp_plan({words})", *own], _PARALLELIZE
     else:
-        lines, imports = _plan(name, _fact(name, facts, "plan")), _TP
-    if name != "tp":
+        plan = _fact(name, facts, "plan")
+        is_split = any(how == SEQUENCE for how, _, _ in plan.values())
+        lines, imports = _plan(name, axis, plan), _SP if is_split else _TP
+    if name not in ("tp", "sp"):
         data = 'mesh[tuple(axis for axis in AXES if axis != "tp")]'
         lines += _sharded(_fact(name, facts, "blocks"), data)
         imports += _FSDP
@@ -190,17 +200,30 @@ def _tensor(name: str, facts: Mapping[str, Any], case: CaseText) -> StyleText:
     return StyleText(imports, _made(lines))
 
 
-def _plan(name: str, plan: Mapping[str, tuple[str, int, bool]]) -> list[str]:
+def _plan(name: str, axis: str, plan: Mapping[str, tuple[str, int, bool]]) -> list[str]:
     """Return the calls of parallelize_module for a derived plan, by kind of style."""
     lines = ["plan = {"]
     for how, style in _STYLES.items():
         paths = [path for path, (kind, _, _) in plan.items() if kind == how]
         if paths:
-            lines.append(f"    **{{path: {style} for path in {paths!r}}},")
+            lines.append(f"    **{{path: [{style}] for path in {paths!r}}},")
+    for part in sorted({dim for how, dim, _ in plan.values() if how == SEQUENCE}):
+        paths = [path for path, (how, dim, _) in plan.items() if (how, dim) == (SEQUENCE, part)]
+        lines += [
+            "    **{path: [",
+            f"        tp.PrepareModuleInput(input_layouts=Replicate(), "
+            f"desired_input_layouts=Shard({part})),",
+            f"        tp.SequenceParallel(sequence_dim={part}),",
+            f"        tp.PrepareModuleOutput(output_layouts=Shard({part}), "
+            f"desired_output_layouts=Replicate()),",
+            f"    ] for path in {paths!r}}},",
+        ]
     lines += [
         "}",
-        "for path, style in plan.items():",
-        '    module = parallelize_module(model.get_submodule(path), mesh["tp"], style)',
+        "for path, styles in plan.items():",
+        "    module = model.get_submodule(path)",
+        "    for each in styles:",
+        f'        tp.parallelize_module(module, mesh["{axis}"], each)',
         "    module.register_forward_hook(lambda module, args, output: output.clone())",
     ]
     transposed = [path for path, (_, _, is_transposed) in plan.items() if is_transposed]
