@@ -94,7 +94,7 @@ mlp.py/fully_shard, mesh dp=2, float32: mismatch
   worst element [11, 1]: actual 0.0625, expected 0.03125, 8388608 ulp
   5e+06 x the noise, ranks 0-1, 3
   first differing operator: aten.mm at mlp.py:22
-  1 later tensors are only downstream of it
+  1 later tensor is only downstream of it
   cause: factor: gradients are 2.000 x (residual 0.8 x noise)
   remedy: divide by dp
 """

@@ -126,7 +126,8 @@ def _divergence(cell: Cell, row: Row | None) -> list[str]:
         lines.append(f"located by teacher forcing: {first.located}")
     downstream = sum(1 for each in cell.tensors if each.downstream_of)
     if downstream:
-        lines.append(f"{downstream} later tensors are only downstream of it")
+        tensors = "1 later tensor is" if downstream == 1 else f"{downstream} later tensors are"
+        lines.append(f"{tensors} only downstream of it")
     return lines
 
 
