@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spmd_verify.causes.given_gradients import GradientsGiven
+from spmd_verify.examination.per_rank import repeats
 from spmd_verify.examination.semantic import (
     PerRank,
     Semantic,
@@ -134,6 +135,31 @@ class Whitened(nn.Module):
         with torch.no_grad():
             self.seen.lerp_(x.mean(0), 0.1)  # type: ignore[operator]
         return (x - x.mean(0)) / x.std(0)
+
+
+def test_ranks_that_repeat_a_part_do_not_hide_the_layer() -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    found = _found(model, _mean, _inputs())
+    # Two ranks of an axis tp have each part.
+    twice = {(dp, tp): found.parts[(dp,)] for dp in range(RANKS) for tp in range(2)}
+    again = repeats({"dp": RANKS, "tp": 2}, [[(0, 0), (0, 1)], [(1, 0), (1, 1)]])
+
+    meaning = _said(
+        replace(
+            found,
+            parts=twice,
+            weights=dict.fromkeys(twice, 0.25),
+            held={at: found.held[at[:1]] for at in twice},
+            repeats=again,
+        )
+    )
+
+    assert again == {(0, 1), (1, 1)}
+    assert (meaning.kind, meaning.tensors[0]) == ("batch_statistics", "1")
+
+
+def test_equal_samples_on_two_data_ranks_are_two_parts() -> None:
+    assert repeats({"dp": 2, "tp": 2}, [[(0, 0), (0, 1), (1, 0), (1, 1)]]) == {(0, 1), (1, 1)}
 
 
 def test_batch_statistics_are_known_by_their_buffers() -> None:
