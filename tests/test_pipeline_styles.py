@@ -297,6 +297,36 @@ def test_stages_in_a_row_are_the_model() -> None:
     assert sum(map(len, owned)) == len(list(model.parameters()))
 
 
+class Towers(nn.Module):
+    """Layers that need nothing of each other; torch puts the second stage first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(4, 4)
+        self.tables = nn.ModuleList(nn.Embedding(8, 4) for _ in range(2))
+        self.top = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        x, first, second = self.dense(x), self.tables[0](rows), self.tables[1](rows + 1)
+        return self.top(x * first * second)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # as above
+def test_stages_that_need_nothing_of_each_other_keep_their_order() -> None:
+    torch.manual_seed(0)
+    model = Towers()
+    batch = (torch.randn(3, 4), torch.tensor([1, 0, 5]))
+    expected = model(*batch)
+    split = split_model("pp", model, [["dense"], ["tables.0"], ["tables.1", "top"]], batch, {})
+
+    values: tuple[torch.Tensor, ...] = ()
+    for stage in split.stages:
+        stage.inputs = [split.leaves(batch, {})]
+        values = stage(*values, micro_batch=torch.tensor([0]))
+
+    torch.testing.assert_close(values[0], expected)
+
+
 def test_an_optimizer_is_narrowed_to_a_stage() -> None:
     model = Nested()
     first = model.layers[0]

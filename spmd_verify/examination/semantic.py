@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from spmd_verify.layouts import Coordinate
-from spmd_verify.norms import as_real
+from spmd_verify.norms import as_real, is_rounding
 from spmd_verify.reference.trajectory import StepRecord
 from spmd_verify.verdict import limit
 
@@ -403,10 +403,14 @@ def first_coupled(found: PerRank, weights: Sequence[float] | None) -> str | None
 
 
 def _by_module(record: StepRecord) -> dict[str, list[Tensor]]:
-    """Return module outputs, all calls of one name together."""
+    """Return module outputs, all calls of one name together.
+
+    Indices and counts say nothing: those of a packed sequence count the samples of the part.
+    """
     found: dict[str, list[Tensor]] = {}
     for name, value in record.get("module_outputs", {}).items():
-        found.setdefault(_CALL.sub("", name), []).append(value)
+        if is_rounding(value):
+            found.setdefault(_CALL.sub("", name), []).append(value)
     return found
 
 
