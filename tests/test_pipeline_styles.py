@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from spmd_verify.record import Cell
 from spmd_verify.styles.pipeline_cuts import balanced, stage_links
 from spmd_verify.styles.pipeline_stages import examples, split_model
 from spmd_verify.styles.torch_pp import narrow
+from spmd_verify.variants import Variants
 
 # Values that travel over several stages, inputs that late stages use, a nested module, buffers,
 # parameters that are frozen or unused.
@@ -200,6 +202,17 @@ def test_what_no_pipeline_takes_is_unsupported(cells: Cells, name: str) -> None:
     assert cell.verdict == "unsupported"
     assert REFUSED[name][1] in cell.message
     assert "\n" not in cell.message
+
+
+@pytest.mark.dist
+def test_clipping_takes_the_norm_of_all_stages(tmp_path: Path) -> None:
+    options = Options((), ("pp",), parse_mesh("2"), steps=1, variants=Variants(clip=0.01))
+    cell = _cells(tmp_path, {"chain": CHAIN}, options)["chain", "pp"]
+
+    assert cell.verdict == "rounding", cell.message
+    low = replace(options, variants=Variants(autocast="bfloat16"))
+    refused = _cells(tmp_path, {"chain": CHAIN}, low)["chain", "pp"]
+    assert (refused.verdict, "without autocast" in refused.message) == ("unsupported", True)
 
 
 @pytest.mark.dist
