@@ -16,9 +16,10 @@ from spmd.mode import PassPipelineMode
 from spmd.passes import default_passes
 from spmd.planning import BatchDims, batch_dims, plan_layouts, split_layout
 from spmd.program import Signature, signature_of
-from spmd.tensor_plan import COLUMN, ROW, VOCABULARY, Weight, weights_of
+from spmd.tensor_plan import COLUMN, ROW, VOCABULARY, Weight, readers_of, weights_of
 
 _KINDS = (COLUMN, ROW, VOCABULARY)
+_SHOWN = 4  # parameters in a message
 
 
 class TensorParallel(PassPipelineMode):
@@ -135,13 +136,29 @@ class TensorParallel(PassPipelineMode):
             if sizes[name] >= least:
                 dims[name], self.split[name] = dim % len(shapes[name]), text
         if not dims and self.plan is None:
-            raise UsageError(
-                "Tensor parallelism has nothing to split: no matrix product or lookup in forward "
-                f"has a parameter that can be divided. Got {len(shapes)} parameters. "
-                "Use DataParallel, or give a plan.",
-                "tensor-plan",
-            )
+            raise UsageError(_nothing(gm, shapes, sizes), "tensor-plan")
         return dims
+
+
+def _nothing(gm: fx.GraphModule, shapes: dict[str, tuple[int, ...]], sizes: dict[str, int]) -> str:
+    """Say what forward does with the parameters instead of what could be divided.
+
+    Running such a step with copies everywhere would call equal what nothing was divided of.
+    """
+    if sizes:
+        why = "the weights of matrix products and lookups in forward have one row or column to give"
+        shown = {name: f"{size} along its dim" for name, size in sizes.items()}
+    else:
+        why = "no matrix product and no lookup in forward has a parameter for a factor or a table"
+        shown = {name: f"read by {operator}" for name, operator in readers_of(gm).items()}
+    first = [
+        f"{name} {list(shape)} {shown.get(name, 'not read')}" for name, shape in shapes.items()
+    ]
+    listed = ", ".join(first[:_SHOWN]) + (", ..." if len(first) > _SHOWN else "")
+    return (
+        f"Tensor parallelism has nothing to split: {why}. Got {listed}. Use DataParallel, or give "
+        f"a plan."
+    )
 
 
 def _has(sizes: dict[str, int], least: int) -> bool:

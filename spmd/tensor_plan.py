@@ -77,6 +77,22 @@ def products_of(graph: fx.GraphModule) -> list[fx.Node]:
     return reading.factors
 
 
+def readers_of(graph: fx.GraphModule) -> dict[str, str]:
+    """Return {parameter: the first operator of forward that reads it or a view of it}."""
+    reading = _Reading(graph)
+    found: dict[str, str] = {}
+    for node in graph.graph.nodes:
+        if node.op != "call_function" or region_of(node) != "forward":
+            continue
+        if reading._origin(node) is not None:
+            continue  # a view or a cast: what reads that one is asked for
+        for factor in node.all_input_nodes:
+            source = reading._origin(factor)
+            if source is not None:
+                found.setdefault(source[0], str(getattr(node.target, "__name__", node.target)))
+    return found
+
+
 class _Reading:
     def __init__(self, graph: fx.GraphModule) -> None:
         self.graph = graph

@@ -14,6 +14,7 @@ from spmd_verify.runner.failures import (
     is_follower,
     is_in_collective,
     is_parallel_style,
+    is_refusal,
     parse_stack,
     user_frame,
 )
@@ -202,6 +203,19 @@ def test_anything_else_that_is_raised_stays_an_error(
     )
 
     assert found.kind == "raised"
+
+
+def test_what_torch_raises_below_a_style_of_the_file_is_the_files_error() -> None:
+    torchs_own = Frame(f"{SITE}/torch/distributed/tensor/_api.py", 5, "distribute_tensor")
+    caller = Frame("/home/me/model.py", 9, "parallelize_mine")
+    built_in = Frame("/srv/spmd_verify/styles/torch_base.py", 7, "step")
+    of_the_file = Frame("/srv/spmd_verify/styles/user.py", 7, "apply")
+
+    assert is_refusal([torchs_own, built_in])
+    assert not is_refusal([torchs_own, caller, of_the_file])
+    assert not is_refusal([torchs_own, of_the_file])  # from a hook in backward: no line of theirs
+    assert not is_refusal([caller, built_in])  # `x.placements` of a plain tensor, in their code
+    assert not is_refusal([])
 
 
 @pytest.mark.parametrize(

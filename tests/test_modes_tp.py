@@ -198,6 +198,28 @@ def test_what_has_nothing_to_split_is_refused() -> None:
         with pytest.raises(UsageError) as caught:
             check(conv, sgd, step, images, modes=[mode])
         assert caught.value.slug == slug
+
+
+def test_a_refusal_says_what_forward_does_with_the_parameters() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.idle = nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+    narrow = double(lambda: nn.Linear(6, 1))
+    for model, text in (
+        (
+            double(Scaled),
+            r"has a parameter .*: scale \[6\] read by mul.Tensor, idle \[2\] not read",
+        ),
+        (narrow, r"one row or column to give. Got weight \[1, 6\] 1 along its dim"),
+    ):
+        with pytest.raises(UsageError, match=text.replace(".*:", r".*Got")) as caught:
+            check(model, sgd, step, [torch.randn(4, 6).double()], modes=modes()[:1])
+        assert caught.value.slug == "tensor-plan"
     three = spmd.TensorParallel(mesh={"a": 2, "b": 2, "tp": 2})
     with pytest.raises(UsageError) as caught:
         check(double(Language), sgd, language_step, tokens(), modes=[("three", three)])

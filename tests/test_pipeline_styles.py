@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from spmd_verify.record import Cell
 from spmd_verify.styles.pipeline_cuts import balanced, stage_links
 from spmd_verify.styles.pipeline_stages import examples, split_model
 from spmd_verify.styles.torch_pp import narrow
+from spmd_verify.variants import Variants
 
 # Values that travel over several stages, inputs that late stages use, a nested module, buffers,
 # parameters that are frozen or unused.
@@ -203,6 +205,17 @@ def test_what_no_pipeline_takes_is_unsupported(cells: Cells, name: str) -> None:
 
 
 @pytest.mark.dist
+def test_clipping_takes_the_norm_of_all_stages(tmp_path: Path) -> None:
+    options = Options((), ("pp",), parse_mesh("2"), steps=1, variants=Variants(clip=0.01))
+    cell = _cells(tmp_path, {"chain": CHAIN}, options)["chain", "pp"]
+
+    assert cell.verdict == "rounding", cell.message
+    low = replace(options, variants=Variants(autocast="bfloat16"))
+    refused = _cells(tmp_path, {"chain": CHAIN}, low)["chain", "pp"]
+    assert (refused.verdict, "without autocast" in refused.message) == ("unsupported", True)
+
+
+@pytest.mark.dist
 def test_1f1b_on_four_ranks_in_float64(tmp_path: Path) -> None:
     mesh = parse_mesh("4")
     options = Options((), ("pp", "ddp+pp"), mesh, dtype="float64", steps=2, pp_schedule="1f1b")
@@ -295,6 +308,36 @@ def test_stages_in_a_row_are_the_model() -> None:
     assert int(buffers["module.norm.num_batches_tracked"]) == 1  # the examples left no trace
     owned = [{name for name, _ in stage.named_parameters()} for stage in split.stages]
     assert sum(map(len, owned)) == len(list(model.parameters()))
+
+
+class Towers(nn.Module):
+    """Layers that need nothing of each other; torch puts the second stage first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(4, 4)
+        self.tables = nn.ModuleList(nn.Embedding(8, 4) for _ in range(2))
+        self.top = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        x, first, second = self.dense(x), self.tables[0](rows), self.tables[1](rows + 1)
+        return self.top(x * first * second)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # as above
+def test_stages_that_need_nothing_of_each_other_keep_their_order() -> None:
+    torch.manual_seed(0)
+    model = Towers()
+    batch = (torch.randn(3, 4), torch.tensor([1, 0, 5]))
+    expected = model(*batch)
+    split = split_model("pp", model, [["dense"], ["tables.0"], ["tables.1", "top"]], batch, {})
+
+    values: tuple[torch.Tensor, ...] = ()
+    for stage in split.stages:
+        stage.inputs = [split.leaves(batch, {})]
+        values = stage(*values, micro_batch=torch.tensor([0]))
+
+    torch.testing.assert_close(values[0], expected)
 
 
 def test_an_optimizer_is_narrowed_to_a_stage() -> None:

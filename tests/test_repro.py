@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -222,3 +223,10 @@ def test_what_no_record_has_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
         write_repro(str(path), "ddp", None)
     assert cli.main(["repro", str(tmp_path / "none.json"), "ddp"]) == 2
     assert "[no-such-file]" in capsys.readouterr().err
+
+
+def test_an_optimizer_that_zero1_narrowed_has_no_script() -> None:
+    facts = {"narrowed_optimizer": [True, True], "find_unused_parameters": [False]}
+
+    with pytest.raises(Unsupported, match="attributes of its own"):
+        torch_style("zero1", facts, cast(Any, None))

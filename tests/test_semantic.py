@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spmd_verify.causes.given_gradients import GradientsGiven
+from spmd_verify.examination.per_rank import repeats
 from spmd_verify.examination.semantic import (
     PerRank,
     Semantic,
@@ -134,6 +135,66 @@ class Whitened(nn.Module):
         with torch.no_grad():
             self.seen.lerp_(x.mean(0), 0.1)  # type: ignore[operator]
         return (x - x.mean(0)) / x.std(0)
+
+
+def test_ranks_that_repeat_a_part_do_not_hide_the_layer() -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    found = _found(model, _mean, _inputs())
+    # Two ranks of an axis tp have each part.
+    twice = {(dp, tp): found.parts[(dp,)] for dp in range(RANKS) for tp in range(2)}
+    again = repeats({"dp": RANKS, "tp": 2}, [[(0, 0), (0, 1)], [(1, 0), (1, 1)]])
+
+    meaning = _said(
+        replace(
+            found,
+            parts=twice,
+            weights=dict.fromkeys(twice, 0.25),
+            held={at: found.held[at[:1]] for at in twice},
+            repeats=again,
+        )
+    )
+
+    assert again == {(0, 1), (1, 1)}
+    assert (meaning.kind, meaning.tensors[0]) == ("batch_statistics", "1")
+
+
+class Packed(nn.Module):
+    """Gives its rows in the order of their size, and that order: indices within the part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 3)
+        self.order = Order()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, index = self.order(x)
+        return self.inner(rows)[index.argsort()]
+
+
+class Order(nn.Module):
+    """Sorts rows by their first feature."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        index = x[:, 0].argsort()
+        return x[index], index
+
+
+def test_indices_within_a_part_couple_no_samples() -> None:
+    torch.manual_seed(0)
+    assert first_coupled(_found(Packed(), _mean, _inputs()), None) is None
+
+    weights = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 1], dtype=torch.float64)
+    found = _found(Packed(), _weighted, {**_inputs(), "w": weights})
+    assert _said(found).kind == "mean_of_means"
+
+
+def _weighted(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    rows = model(batch["x"]).square().sum(1)
+    return (rows * batch["w"]).sum() / batch["w"].sum()
+
+
+def test_equal_samples_on_two_data_ranks_are_two_parts() -> None:
+    assert repeats({"dp": 2, "tp": 2}, [[(0, 0), (0, 1), (1, 0), (1, 1)]]) == {(0, 1), (1, 1)}
 
 
 def test_batch_statistics_are_known_by_their_buffers() -> None:

@@ -15,7 +15,7 @@ from spmd_verify.errors import Unsupported
 from spmd_verify.mesh_spec import parse_mesh
 from spmd_verify.options import Options
 from spmd_verify.record import Cell
-from spmd_verify.styles.torch_zero import shard
+from spmd_verify.styles.torch_zero import _Narrowed, shard
 
 # Options of their own for every group, a schedule, frozen parameters.
 GROUPED = """
@@ -47,6 +47,22 @@ class Faulty(torch.optim.SGD):
 def get_optimizer(params):
     return Faulty(params, lr=0.1)
 """
+# The constructor's argument is gone; what it made of it is an attribute.
+RAMP = """
+class Ramp(torch.optim.AdamW):
+    def __init__(self, params, steps):
+        super().__init__(params, lr=1e-2)
+        self.slope, self.calls = 1e-2 / steps, 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        for group in self.param_groups:
+            group["lr"] = self.calls * self.slope
+        return super().step(closure)
+
+def get_optimizer(params):
+    return Ramp(params, 4)
+"""
 STALE = FAULTY.replace(
     "new.lerp_(old, 0.5)", 'self.state[new].get("momentum_buffer", new).mul_(1.01)'
 )
@@ -58,7 +74,7 @@ def _files() -> dict[str, str]:
         name: f"\ndef get_optimizer(params):\n    return {made}\n"
         for name, made in OPTIMIZERS.items()
     }
-    return {**files, "grouped": GROUPED, "faulty": FAULTY, "stale": STALE}
+    return {**files, "grouped": GROUPED, "ramp": RAMP, "faulty": FAULTY, "stale": STALE}
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +89,7 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Cell]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", [*OPTIMIZERS, "grouped"])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "grouped", "ramp"])
 def test_right_ones_pass_and_every_state_has_one_owner(cells: dict[str, Cell], name: str) -> None:
     cell = cells[name]
     state = [row for row in cell.tensors if row.stage == "optimizer_state"]
@@ -117,12 +133,39 @@ class Private(torch.optim.SGD):
     """Has an option that its groups and defaults do not have."""
 
     def __init__(self, params: object, lr: float = 0.1, power: float = 2.0) -> None:
-        super().__init__(params, lr=lr)
-        self.power = power
+        super().__init__(params, lr=lr, momentum=0.9)
+        self.half_power = power / 2
 
 
-def test_an_optimizer_that_cannot_be_built_again_is_refused() -> None:
-    optimizer = Private([torch.nn.Parameter(torch.ones(2))])
+def test_an_optimizer_with_attributes_of_its_own_is_narrowed() -> None:
+    first, second = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = Private([{"params": [first], "lr": 0.3}, {"params": [second]}], power=6.0)
+    optimizer.state[first]["momentum_buffer"] = torch.ones(2)
+    optimizer.state[second]["momentum_buffer"] = torch.zeros(2)
+    groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
+    groups[1]["params"] = []
 
-    with pytest.raises(Unsupported, match="builds a Private .* power is not among its defaults"):
-        shard("zero1", optimizer, {}, None)
+    made = _Narrowed(optimizer)(groups)
+
+    assert isinstance(made, Private)
+    assert made.half_power == 3.0
+    assert list(made.state) == [first]
+    first.grad, second.grad = torch.ones(2), torch.ones(2)
+    made.step()
+    torch.testing.assert_close(first.data, torch.full((2,), 1.0 - 0.3 * 1.9))
+    assert second.data.tolist() == [1.0, 1.0]  # another rank's
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [("masters", "parameter", "attribute masters holds weight"), ("step", None, "was replaced")],
+)
+def test_an_optimizer_that_cannot_be_narrowed_is_refused(
+    name: str, value: str | None, text: str
+) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = Private([parameter])
+    setattr(optimizer, name, {"all": [parameter]} if value else optimizer.step)
+
+    with pytest.raises(Unsupported, match=f"builds a Private .* {text}"):
+        shard("zero1", optimizer, {id(parameter): "weight"}, None)

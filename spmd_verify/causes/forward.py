@@ -15,6 +15,7 @@ from spmd_verify.causes.patterns import MOST_SLICES
 from spmd_verify.causes.words import cause, listed, meaning, names_of, number
 from spmd_verify.compare import layouts
 from spmd_verify.layouts import Coordinate, Region, is_sharded, region, take_region
+from spmd_verify.norms import is_rounding
 from spmd_verify.record import Cause, Row
 from spmd_verify.reference.trajectory import named_parameters
 
@@ -52,6 +53,9 @@ def batch_statistics(exhibit: Exhibit, row: Row) -> Cause | None:
 def coupled_samples(exhibit: Exhibit, row: Row) -> Cause | None:
     """`cross_sample`: an output is what this rank's part of the batch gives alone."""
     if exhibit.is_chance_open or not is_own_part(exhibit, row):
+        return None
+    if not is_rounding(exhibit.reference(row)):
+        # Indices may count the samples of the part, as a packed sequence's do: no values of them.
         return None
     over = [axis for axis in exhibit.wide_axes if exhibit.is_data_axis(axis)]
     if not over:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -17,6 +17,7 @@ from spmd_verify.norms import is_rounding
 from spmd_verify.record import Cause, Row
 from spmd_verify.reference.float64_mode import CaseDtypeDraws
 from spmd_verify.reference.trajectory import StepRecord
+from spmd_verify.style_ids import DATA_AXES
 
 _WHOLE_STAGES: Final = ("module_outputs", "loss", "gradients", "buffers")
 _SHOWN_DRAWS: Final = 1
@@ -67,7 +68,30 @@ def evidence(exhibit: Exhibit) -> PerRank:
         dtype=str(exhibit.case.dtype).removeprefix("torch."),
         classes=_classes(exhibit),
         draws=_draws(exhibit),
+        repeats=repeats(exhibit.axes, exhibit.alike.values()),
     )
+
+
+def repeats(
+    axes: Mapping[str, int], alike: Iterable[Sequence[Coordinate]]
+) -> frozenset[Coordinate]:
+    """Return the ranks that are given the samples of an earlier one by design.
+
+    Ranks apart on a data axis whose samples happen to be equal are two parts all the same.
+
+    Args:
+        axes: The mesh.
+        alike: Ranks whose parts are equal, in rank order.
+    """
+    found = set()
+    for same in alike:
+        seen = set()
+        for at in same:
+            place = tuple(i for axis, i in zip(axes, at, strict=True) if axis in DATA_AXES)
+            if place in seen:
+                found.add(at)
+            seen.add(place)
+    return frozenset(found)
 
 
 _Parts = dict[Coordinate, StepRecord]

@@ -36,6 +36,7 @@ from spmd_verify.verdict import CARRIED_STAGES, STAGES, Verdict, limit
 _MISMATCH: Final = str(Verdict.MISMATCH)
 _ROUNDING: Final = str(Verdict.ROUNDING)
 _SEMANTIC: Final = str(Verdict.SEMANTIC)
+_COUNTING: Final = ("int", "uint", "bool")  # beginnings of dtypes
 # What the gradients of a step are made from, or with.
 _FORWARD: Final = ("module_outputs", "loss", "gradients")
 
@@ -73,6 +74,7 @@ def relabel(
     wrong = [row for row in cell.tensors if row.verdict == _MISMATCH]
     if not wrong:
         cell.verdict = _SEMANTIC
+        first = _of_values(cell, first)
         # Other hypotheses are about ranks, where a pipeline has micro-batches.
         return first, per_rank.cause_of(meaning, first, None if known.pieces else found)
     cell.verdict = _MISMATCH
@@ -80,6 +82,16 @@ def relabel(
     row = min(wrong, key=lambda each: (each.step, order[each.stage]))
     step = next(each for each in steps if each.index == row.step)
     return row, _beside(step.cause(cell, row), meaning)
+
+
+def _of_values(cell: Cell, first: Row) -> Row:
+    """Return the first divergence that is one of values.
+
+    Indices of a module that count the samples of a part differ by nature, and show no reader why.
+    """
+    meant = (row for row in cell.tensors if row.verdict == _SEMANTIC and row.step == first.step)
+    told = (row for row in meant if not row.dtype.startswith(_COUNTING))
+    return next(told, first) if first.dtype.startswith(_COUNTING) else first
 
 
 def _later(exhibit: Exhibit, cell: Cell, index: int) -> Exhibit | None:

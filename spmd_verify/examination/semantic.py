@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from spmd_verify.layouts import Coordinate
-from spmd_verify.norms import as_real
+from spmd_verify.norms import as_real, is_rounding
 from spmd_verify.reference.trajectory import StepRecord
 from spmd_verify.verdict import limit
 
@@ -74,6 +74,8 @@ class PerRank:
             may round much more than the whole batch, whose floors `noise` has.
         pieces: What a part is the mean of, all parts' one after the other: the steps on their
             micro-batches. Empty where each part is run as one.
+        repeats: Ranks that have the samples of an earlier one, as those of an axis `tp` do: their
+            forward is the same one, and what composes the whole batch has it once.
     """
 
     style: str
@@ -88,11 +90,13 @@ class PerRank:
     draws: Sequence[str] = ()
     rounded: Mapping[Coordinate, StepRecord] = field(default_factory=dict)
     pieces: Sequence[StepRecord] = ()
+    repeats: frozenset[Coordinate] = frozenset()
 
     @property
     def forwards(self) -> Sequence[StepRecord]:
-        """Return what was run as one forward each: micro-batches, or the ranks' parts."""
-        return self.pieces or list(self.parts.values())
+        """Return what was run as one forward each: micro-batches, or the distinct parts."""
+        own = (record for at, record in self.parts.items() if at not in self.repeats)
+        return self.pieces or list(own)
 
     @property
     def unit(self) -> str:
@@ -399,10 +403,14 @@ def first_coupled(found: PerRank, weights: Sequence[float] | None) -> str | None
 
 
 def _by_module(record: StepRecord) -> dict[str, list[Tensor]]:
-    """Return module outputs, all calls of one name together."""
+    """Return module outputs, all calls of one name together.
+
+    Indices and counts say nothing: those of a packed sequence count the samples of the part.
+    """
     found: dict[str, list[Tensor]] = {}
     for name, value in record.get("module_outputs", {}).items():
-        found.setdefault(_CALL.sub("", name), []).append(value)
+        if is_rounding(value):
+            found.setdefault(_CALL.sub("", name), []).append(value)
     return found
 
 

@@ -96,6 +96,12 @@ def torch_style(name: str, facts: Mapping[str, Any], case: CaseText) -> StyleTex
         Unsupported: `no-repro`: a style that is this project's own code.
     """
     if name in ("ddp", "zero1"):
+        if any(facts.get("narrowed_optimizer", ())):
+            raise refusal(
+                "zero1 with an optimizer that reads attributes of its own",
+                "Its class, groups and defaults do not say them",
+                "Use ddp, or give its options to Optimizer.__init__ as defaults",
+            )
         return _ddp(name, _fact(name, facts, "find_unused_parameters"), case)
     if name in _SHARDED:
         lines = _sharded(_fact(name, facts, "blocks"), "mesh")

@@ -43,6 +43,9 @@ _COLLECTIVE = re.compile(r"[/\\]torch[/\\]distributed[/\\]")
 _GROUPS = re.compile(
     r"[/\\]torch[/\\]distributed[/\\](?:distributed_c10d|c10d_logger|rendezvous|_functional)"
 )
+# Where the checker calls a style of the case's file. What torch raises below it is about how the
+# file calls torch, which is the file's to mend: an error, never a style that does not fit.
+_OWN_STYLE = re.compile(r"[/\\]spmd_verify[/\\]styles[/\\]user\.py$")
 # Before a style has done a step of its own, what torch raises on every rank is a refusal.
 _EARLY = ("building the free run", "step 0 of the free run")
 _ENFORCE = re.compile(r"EnforceNotMet.*?enforce fail at [^\]]*\] (?P<what>[^\n]*?)\.?\n", re.DOTALL)
@@ -142,6 +145,16 @@ def is_in_collective(frames: Sequence[Frame]) -> bool:
 def is_parallel_style(path: str) -> bool:
     """Say whether a source file is of torch's parallel styles: fully_shard, DTensor, pipelining."""
     return bool(_COLLECTIVE.search(path)) and not _GROUPS.search(path)
+
+
+def is_refusal(frames: Sequence[Frame]) -> bool:
+    """Say whether a parallel style of torch raised, and no style of the case's file called it.
+
+    Args:
+        frames: Of the exception, innermost first.
+    """
+    is_own = any(_OWN_STYLE.search(frame.file) for frame in frames)
+    return bool(frames) and is_parallel_style(frames[0].file) and not is_own
 
 
 def parse_stack(text: str, thread: int) -> list[Frame]:

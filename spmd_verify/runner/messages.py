@@ -68,7 +68,7 @@ class Raised(msgspec.Struct, frozen=True, tag=True):
         detail: Its detail if it is a `SpmdVerifyError`, else "".
         where: `file:line` of the innermost frame in the user's own code, or None.
         traceback: The whole traceback as text.
-        is_torchs: Whether a parallel style of torch raised it, not a collective.
+        is_torchs: Whether a parallel style of torch raised it, called by no style of the file.
     """
 
     job: int

@@ -23,7 +23,7 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 
 from spmd_verify.errors import SpmdVerifyError, Unsupported
-from spmd_verify.runner.failures import Frame, is_parallel_style, user_frame
+from spmd_verify.runner.failures import Frame, is_refusal, user_frame
 from spmd_verify.runner.messages import (
     Event,
     Finished,
@@ -231,9 +231,9 @@ def _raised(number: int, error: BaseException) -> Raised:
     """Describe an exception, with the user's own line where there is one."""
     frames = [
         Frame(entry.filename, entry.lineno or 0, entry.name)
-        for entry in traceback.extract_tb(error.__traceback__)
+        for entry in reversed(traceback.extract_tb(error.__traceback__))
     ]
-    frame = user_frame(list(reversed(frames)))
+    frame = user_frame(frames)
     ours = error if isinstance(error, SpmdVerifyError) else None
     return Raised(
         job=number,
@@ -243,7 +243,7 @@ def _raised(number: int, error: BaseException) -> Raised:
         detail="" if ours is None else ours.detail,
         where=None if frame is None else f"{frame.file}:{frame.line}",
         traceback="".join(traceback.format_exception(error)),
-        is_torchs=bool(frames) and is_parallel_style(frames[-1].file),
+        is_torchs=is_refusal(frames),
     )
 
 

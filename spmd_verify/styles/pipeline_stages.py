@@ -127,7 +127,9 @@ def split_model(
     graph = pipe.split_gm.graph
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     outputs = tuple(next(node for node in graph.nodes if node.op == "output").args[0])
-    flows = _flows([node for node in graph.nodes if node.op == "call_module"], inputs, outputs)
+    # Parts that need nothing of each other stand in the split graph in any order.
+    calls = {pipe.split_gm.get_submodule(str(n.target)): n for n in graph.nodes if _is_call(n)}
+    flows = _flows([calls[part] for part in parts], inputs, outputs)
     for part in parts:
         # The first part keeps the model's signature; all are called with a flat list here.
         part.graph.set_codegen(fx.graph.CodeGen())
@@ -135,6 +137,11 @@ def split_model(
     stages = tuple(Stage(part, flow) for part, flow in zip(parts, flows, strict=True))
     left = _keep_unused(stages, model, owners)
     return SplitModel(stages, tuple(node.name for node in inputs), outputs, left)
+
+
+def _is_call(node: fx.Node) -> bool:
+    """Say whether a node of the split graph runs a part."""
+    return node.op == "call_module"
 
 
 def _refuse_tied(style: str, replicated: Iterable[Mapping[str, str]]) -> None:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from spmd_verify.blocks import blocks_of
 from spmd_verify.cases.case import LoadedCase
+from spmd_verify.cases.training_step import update
 from spmd_verify.errors import Unsupported
 from spmd_verify.exact.case import ExactCase
 from spmd_verify.micro_batches import micro_batch_count, micro_batches
@@ -30,7 +31,7 @@ from spmd_verify.styles.base import Observed, StyleContext
 from spmd_verify.styles.eager import EagerRun, EagerStyle
 from spmd_verify.styles.pipeline_cuts import stage_links
 from spmd_verify.styles.pipeline_stages import SplitModel, Stage, examples, run_through, split_model
-from spmd_verify.styles.pipeline_step import OwnStep, StepForm, shared, step_form
+from spmd_verify.styles.pipeline_step import OwnStep, StepForm, global_norm, shared, step_form
 from spmd_verify.styles.rank_batches import part_of
 from spmd_verify.styles.torch_base import TorchRecipe, check_axes
 from spmd_verify.styles.torch_refusals import torch_refuses
@@ -175,8 +176,9 @@ class PipelineRun(EagerRun):
                 target=numbers, losses=losses, return_outputs=False, micro_batch=numbers
             )
         if form is None:
-            for each in self.optimizers():
-                each.step()
+            # The norm that clips is that of all stages.
+            with global_norm(self.mesh.get_group(AXIS)):
+                update(self.case, self.model, self.optimizer)
         else:
             self._finish()
         if not losses or (form is not None and not form.returns_loss):
@@ -263,6 +265,12 @@ class PipelineStyle(EagerStyle):
         """
         self.check_runner(context)
         check_axes(self.name, context.axes, int(self.recipe.has_data_axis), (AXIS,))
+        if case.variants.autocast:
+            raise Unsupported(
+                f"{self.name} runs graphs that torch exported without autocast, and would compute "
+                f"in the parameters' dtype. Leave out --autocast, or use --dtype",
+                slug="no-mixed-precision",
+            )
         plan = context.kept("plan", lambda: self._plan(case, context))
         recipe = replace(self.recipe, plan=plan, splits=[])
         run = PipelineRun(recipe, case, context)

@@ -18,7 +18,7 @@ from spmd_verify.styles.torch_base import TorchRecipe, check_axes
 from spmd_verify.styles.torch_fsdp import common_blocks
 from spmd_verify.styles.tp_derive import Derived, derive
 from spmd_verify.styles.tp_plans import Plan, derived_plan, user_plan
-from spmd_verify.styles.tp_replicated import plain_is_whole, replicate_rest
+from spmd_verify.styles.tp_replicated import plain_is_whole, reduce_partial, replicate_rest
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,9 @@ class TensorParallelRecipe(TorchRecipe):
         self.plan.apply(model, own)
         replicate_rest(model, own, self.derived.uses)
         data = tuple(name for name in mesh.mesh_dim_names if name != self.axis)
-        if data:
+        if not data:
+            reduce_partial(model)  # fully_shard reduces on its own
+        else:
             for path in reversed(self.blocks):
                 fully_shard(model.get_submodule(path), mesh=mesh[data])
             fully_shard(model, mesh=mesh[data])

@@ -7,6 +7,8 @@ others; it has the optimizer state of its own parameters and of no others.
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from spmd_verify.cases.case import LoadedCase
 from spmd_verify.errors import Unsupported
@@ -60,6 +63,9 @@ class ZeroStyle(DdpStyle):
             own = sum(len(group["params"]) for group in single.optim.param_groups)
             dist.all_gather_object(counts, own)
             shown = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(counts))
+            # Read by `repro`, whose script has the class and its defaults only.
+            build = vars(single)["_optim_constructor"]
+            run.extra_facts["narrowed_optimizer"] = isinstance(build, _Narrowed)
             run.extra_notes.append(
                 f"parameters whose {type(single.optim).__name__} state a rank owns: {shown}"
             )
@@ -78,8 +84,8 @@ def shard(
         group: The ranks to shard over.
 
     Raises:
-        Unsupported: `torch-refuses`: its class cannot be built again from its groups and
-            defaults with the same options.
+        Unsupported: `torch-refuses`: what it reads beside its groups and defaults holds
+            parameters, and every rank would have all of them.
     """
     kind = type(optimizer)
     taken = inspect.signature(kind).parameters
@@ -87,16 +93,19 @@ def shard(
     # Every group carries its own options: defaults that the constructor does not take, such as
     # AdamW's decoupled_weight_decay, come with the groups.
     defaults = {key: value for key, value in optimizer.defaults.items() if key in taken}
-    lost = [
-        name
-        for name, entry in list(taken.items())[1:]
-        if name not in optimizer.defaults
+    is_lost = any(
+        name not in optimizer.defaults
         and entry.kind not in (entry.VAR_KEYWORD, entry.VAR_POSITIONAL)
-    ]
-    if lost or (takes_any and not defaults):
-        raise _refused(style, kind, f"{lost[0] if lost else '**kwargs'} is not among its defaults")
+        for name, entry in list(taken.items())[1:]
+    )
+    build: Any = kind
+    if is_lost or (takes_any and not defaults):
+        _refuse_held(style, optimizer, names)
+        build, defaults = _Narrowed(optimizer), {}
     groups = [{**each, "params": list(each["params"])} for each in optimizer.param_groups]
-    sharded = ZeroRedundancyOptimizer(groups, optimizer_class=kind, process_group=group, **defaults)
+    sharded = ZeroRedundancyOptimizer(
+        groups, optimizer_class=build, process_group=group, **defaults
+    )
     for at, (own, given) in enumerate(
         zip(sharded.optim.param_groups, optimizer.param_groups, strict=True)
     ):
@@ -114,11 +123,50 @@ def shard(
     return sharded
 
 
+@dataclass(frozen=True)
+class _Narrowed:
+    """Stands for an optimizer's class: what it makes is the optimizer itself over fewer parameters.
+
+    For a class with options that its groups and defaults do not have: the constructor's arguments
+    are gone, but what it made of them are attributes.
+    """
+
+    optimizer: Optimizer
+
+    def __call__(self, params: Iterable[dict[str, Any]]) -> Optimizer:
+        """Return the optimizer with these groups, and with the state of their parameters."""
+        made: Optimizer = object.__new__(type(self.optimizer))
+        vars(made).update(vars(self.optimizer))
+        made.param_groups = list(params)
+        own = [each for group in made.param_groups for each in group["params"]]
+        state = self.optimizer.state
+        made.state = defaultdict(dict, {each: state[each] for each in own if each in state})
+        return made
+
+
+def _refuse_held(style: str, optimizer: Optimizer, names: dict[int, str]) -> None:
+    """Refuse an optimizer that cannot be narrowed.
+
+    Raises:
+        Unsupported: `torch-refuses`: an attribute holds parameters, or functions of this instance,
+            as a scheduler leaves one.
+    """
+    for name, value in vars(optimizer).items():
+        if name in ("param_groups", "state"):
+            continue
+        leaves = pytree.tree_leaves(value)
+        held = next((names[id(leaf)] for leaf in leaves if id(leaf) in names), None)
+        if held is not None:
+            raise _refused(style, type(optimizer), f"its attribute {name} holds {held}")
+        if name == "step":
+            raise _refused(style, type(optimizer), "its step was replaced, as a scheduler does")
+
+
 def _refused(style: str, kind: type[Optimizer], why: str) -> Unsupported:
     """Return the refusal of an optimizer class."""
     return Unsupported(
         f"{style} does not take this case: ZeroRedundancyOptimizer builds a {kind.__name__} for "
-        f"every rank from its parameter groups and defaults, and {why}. Give its options to "
+        f"every rank over that rank's parameters, and {why}. Give its options to "
         f"Optimizer.__init__ as defaults, under the names of the constructor",
         slug="torch-refuses",
     )

@@ -81,6 +81,25 @@ def replicate_rest(model: nn.Module, mesh: Any, uses: Mapping[str, Iterable[str]
         _lend(module, places)
 
 
+def reduce_partial(model: nn.Module) -> None:
+    """Sum each gradient that is only a part on every rank as soon as it is there.
+
+    torch leaves that to what reads the gradient, and refuses what changes it in place by anything
+    but a factor: `p.grad.clamp_(...)` of a norm's weight whose tokens are on several ranks. A loop
+    that is not linear would have to do this before; for one that is, nothing changes.
+    """
+
+    def reduce(parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and any(each.is_partial() for each in gradient.placements):
+            whole = [Replicate() if each.is_partial() else each for each in gradient.placements]
+            parameter.grad = gradient.redistribute(placements=whole)
+
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor) and parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(reduce)
+
+
 def _lend(module: nn.Module, places: list[Place]) -> None:
     """Give a module's forward the local tensors of parameters.
 
