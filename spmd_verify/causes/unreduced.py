@@ -13,11 +13,10 @@ from spmd_verify.causes.exhibit import Exhibit
 from spmd_verify.causes.forward import (
     affected,
     module_of,
-    partial_over,
-    partial_parts,
     value_before,
 )
 from spmd_verify.causes.interventions import outputs_changed
+from spmd_verify.causes.summands import partial_over, partial_parts
 from spmd_verify.causes.words import cause, number
 from spmd_verify.layouts import Coordinate, put_region, take_region
 from spmd_verify.norms import as_real
