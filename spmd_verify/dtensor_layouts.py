@@ -33,6 +33,15 @@ def is_wrapper(module: nn.Module) -> bool:
     return isinstance(module, (DistributedDataParallel, FSDPModule))
 
 
+def reshard(model: nn.Module) -> None:
+    """Free the parameters that fully_shard has gathered; other models are left alone."""
+    from torch.distributed.fsdp import FSDPModule  # as above
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def is_distributed(value: Any) -> bool:
     """Say whether a tensor carries placements of its own."""
     return hasattr(value, "placements") and hasattr(value, "to_local")

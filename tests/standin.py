@@ -135,6 +135,9 @@ class StandInRun:
     def optimizers(self) -> list[torch.optim.Optimizer]:
         return optimizers_of(self.optimizer)
 
+    def release(self) -> None:
+        """Nothing is gathered."""
+
     def parameter_groups(self) -> list[list[str]] | None:
         return None
 

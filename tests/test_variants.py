@@ -268,6 +268,39 @@ def test_an_eval_forward_between_steps(write_case) -> None:
         assert seen == {0, 1}
 
 
+NORMED = """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, x):
+        return self.net(x)
+
+def get_inputs():
+    return [torch.randn(8, 6)]
+
+def get_optimizer(params):
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+"""
+
+
+@pytest.mark.dist
+def test_an_anchored_step_uses_nothing_that_an_eval_forward_gathered(write_case) -> None:
+    cells = judged(
+        write_case(NORMED),
+        styles=("ddp", "fsdp2"),
+        steps=3,
+        variants=Variants(train_eval_train=True),
+    )
+
+    # fully_shard leaves the root's parameters gathered behind a forward without backward.
+    assert {style: cell.verdict for style, cell in cells.items()} == {
+        "ddp": "semantic",
+        "fsdp2": "semantic",
+    }
+
+
 LOWERED = """
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

@@ -263,6 +263,7 @@ def anchor(run: StyleRun, store: Store, index: int, mesh_shape: tuple[int, ...])
         What could not be restored, because its layout is unknown.
     """
     unknown = []
+    run.release()
     for stage, tensors in run.state().items():
         for name, seen in tensors.items():
             if store.entry(index - 1, stage, name) is None:

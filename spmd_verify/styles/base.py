@@ -99,6 +99,13 @@ class StyleRun(Protocol):
         """Run one eval forward on the global batch; None where the style has none."""
         ...
 
+    def release(self) -> None:
+        """Let go of gathered copies of parameters: their parts are about to be written.
+
+        An eval forward without backward may leave some, which the next forward would use.
+        """
+        ...
+
     def locate(self, batch: Any) -> tuple[str, str | None] | None:
         """Return operator and source line of what the next step would compute differently.
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from spmd_verify.cases.case import LoadedCase
 from spmd_verify.cases.training_step import evaluation, evaluation_mode
-from spmd_verify.dtensor_layouts import is_distributed, is_wrapper, local_part
+from spmd_verify.dtensor_layouts import is_distributed, is_wrapper, local_part, reshard
 from spmd_verify.errors import Unsupported
 from spmd_verify.layouts import describe, region
 from spmd_verify.parts import WHOLE
@@ -198,6 +198,10 @@ class EagerRun:
         if output is None:
             return None
         return self._seen("eval_outputs", dict(flatten(output, "model")))
+
+    def release(self) -> None:
+        """Let fully_shard free what it has gathered."""
+        reshard(self.model)
 
     def locate(self, batch: Any) -> tuple[str, str | None] | None:  # noqa: ARG002 - no graph
         """Return None: there is no graph to compare operators of."""

@@ -143,6 +143,9 @@ class GraphRun:
         """Return None: the optimizer is the case's own."""
         return None
 
+    def release(self) -> None:
+        """Do nothing: a graph gathers anew in every call."""
+
     def evaluate(self, batch: Any) -> Mapping[str, Observed] | None:
         """Run one eval forward, compiled under the same mode."""
         case = self.case
