@@ -78,14 +78,14 @@ FILES = {
 
 @pytest.fixture(scope="module")
 def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Cell]:
-    """Return every file's cell under ddp, fsdp2 and an engine style."""
+    """Return every file's cell under ddp, fsdp2, zero1 and an engine style."""
     folder = tmp_path_factory.mktemp("resume")
     for name, (persistent, optimizer, _) in FILES.items():
         text = HEAD.replace("PERSISTENT", persistent).replace("OPTIMIZER", optimizer)
         (folder / f"{name}.py").write_text(text)
     options = Options(
         tuple(str(folder / f"{name}.py") for name in FILES),
-        ("ddp", "fsdp2", "fully_shard"),
+        ("ddp", "fsdp2", "zero1", "fully_shard"),
         resume_check=True,
         probe=False,
         no_cache=True,
@@ -133,6 +133,15 @@ def test_a_counter_outside_of_the_state_is_told(cells, style: str) -> None:
     first = cell.first_divergence
     assert first is not None
     assert (first.step, first.stage) == (2, "parameters")
+
+
+def test_a_state_that_is_sharded_by_owner_is_consolidated(cells) -> None:
+    cell = cells["adamw", "zero1"]
+
+    assert cell.verdict == "rounding", cell.message
+    assert [(e["way"], e["verdict"]) for e in cell.unknown["resume"]] == [
+        ("state_dict", "rounding")
+    ]
 
 
 def test_an_engine_style_is_resumed_through_its_tensors(cells) -> None:

@@ -36,14 +36,13 @@ def projected(output, batch):  # the case has no loss: means of the outputs time
 # As `training_step.micro_batches`: micro-step i of N takes samples i, i + N, ...
 _MICRO_STEPS: Final = """\
 whole, spec = pytree.tree_flatten(batch)
-total, dims = 0.0, {dims}  # the batch dim of every value
+total, pairs = 0.0, list(zip(whole, {dims}))  # with the batch dim of each
 for index in range({count}):
-    cut = [x if dim is None else x.movedim(dim, 0)[index::{count}].movedim(0, dim)
-           for x, dim in zip(whole, dims)]
+    cut = [x if d is None else x.movedim(d, 0)[index::{count}].movedim(0, d) for x, d in pairs]
     batch, is_last = pytree.tree_unflatten(cut, spec), index == {count} - 1
     getattr(model, "set_requires_gradient_sync", bool)(is_last)  # fully_shard
-    waits = not is_last and hasattr(model, "no_sync")  # DistributedDataParallel
-    with model.no_sync() if waits else contextlib.nullcontext():
+    wait = "no_sync" if not is_last else ""  # DistributedDataParallel
+    with getattr(model, wait, contextlib.nullcontext)():
         loss = {loss} * (cut[{leaf}].shape[{dim}] / whole[{leaf}].shape[{dim}])
         loss.backward()
     total = total + loss.detach()

@@ -122,8 +122,7 @@ for rank, (value, at) in enumerate(held):
     is_part = value is not None and value.shape != reference.shape
     expected = part(reference, LAYOUT, at) if is_part else reference
     errors.append(compare(f"rank {rank}", value, expected))
-found = torch.tensor(errors)
-error = float(found.norm() if is_part else found.max())
+error = float(torch.tensor(errors).norm() if is_part else max(errors))
 """
 _JUDGE_LOSS: Final = """\
 values = [value for value, _ in held if value is not None]

@@ -17,8 +17,10 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from spmd_verify.errors import Unsupported
 from spmd_verify.layouts import describe
@@ -35,11 +37,12 @@ def ways(run: StyleRun) -> list[str]:
     """Return the ways in which a run can be saved, the first one in memory.
 
     A checkpoint takes a plain tensor for whole on every rank and keeps one rank's: where one is
-    a part, only state dicts are left.
+    a part, only state dicts are left. It does not gather what an optimizer shards by itself.
     """
     if not isinstance(run, EagerRun):
         return [LIVE]
-    return [STATE_DICT] if _plain_parts(run) else [STATE_DICT, CHECKPOINT]
+    is_owned = any(isinstance(each, ZeroRedundancyOptimizer) for each in run.optimizers())
+    return [STATE_DICT] if is_owned or _plain_parts(run) else [STATE_DICT, CHECKPOINT]
 
 
 def _plain_parts(run: EagerRun) -> bool:
@@ -57,7 +60,7 @@ def save(run: StyleRun) -> Any:
     if isinstance(run, EagerRun):
         with _refusals(STATE_DICT, "saving"):
             model = run.model.state_dict()
-            optimizers = [single.state_dict() for single in run.optimizers()]
+            optimizers = [_state_dict(single) for single in run.optimizers()]
             return copy.deepcopy((model, optimizers))
     tensors = {
         (stage, name): [local.detach().clone() for local in seen.local]
@@ -65,6 +68,21 @@ def save(run: StyleRun) -> Any:
         for name, seen in found.items()
     }
     return tensors, hyper_parameters(run.optimizers())
+
+
+def _state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the state dict of an optimizer, whole on every rank.
+
+    One that shards by owner gives it to a single rank, the one it was consolidated on last.
+    """
+    if not isinstance(optimizer, ZeroRedundancyOptimizer):
+        return optimizer.state_dict()
+    found: dict[str, Any] = {}
+    for rank in range(dist.get_world_size(optimizer.process_group)):
+        optimizer.consolidate_state_dict(to=rank)
+        if rank == optimizer.rank:
+            found = copy.deepcopy(optimizer.state_dict())
+    return found
 
 
 def load(run: StyleRun, saved: Any) -> None:

@@ -271,6 +271,12 @@ class PipelineStyle(EagerStyle):
                 f"in the parameters' dtype. Leave out --autocast, or use --dtype",
                 slug="no-mixed-precision",
             )
+        if case.variants.accumulate > 1:
+            raise Unsupported(
+                f"{self.name} accumulates over the micro-batches of its schedule, and would leave "
+                f"--accumulate {case.variants.accumulate} out. Leave it out yourself",
+                slug="no-accumulation",
+            )
         plan = context.kept("plan", lambda: self._plan(case, context))
         recipe = replace(self.recipe, plan=plan, splits=[])
         run = PipelineRun(recipe, case, context)
