@@ -148,7 +148,7 @@ def get_inputs():
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("style", "says"), [("sp", "SequenceParallel"), ("ddp", "no_sync()")])
+@pytest.mark.parametrize(("style", "says"), [("sp", "SequenceParallel"), ("ddp", "no_sync")])
 def test_micro_steps_and_clipping_are_written_out(
     write_case: Callable[..., str], tmp_path: Path, style: str, says: str
 ) -> None:

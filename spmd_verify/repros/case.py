@@ -39,10 +39,9 @@ whole, spec = pytree.tree_flatten(batch)
 total, pairs = 0.0, list(zip(whole, {dims}))  # with the batch dim of each
 for index in range({count}):
     cut = [x if d is None else x.movedim(d, 0)[index::{count}].movedim(0, d) for x, d in pairs]
-    batch, is_last = pytree.tree_unflatten(cut, spec), index == {count} - 1
-    getattr(model, "set_requires_gradient_sync", bool)(is_last)  # fully_shard
-    wait = "no_sync" if not is_last else ""  # DistributedDataParallel
-    with getattr(model, wait, contextlib.nullcontext)():
+    batch, waits = pytree.tree_unflatten(cut, spec), index < {count} - 1
+    getattr(model, "set_requires_gradient_sync", bool)(not waits)  # fully_shard
+    with getattr(model, "no_sync" if waits else "", contextlib.nullcontext)():  # DDP
         loss = {loss} * (cut[{leaf}].shape[{dim}] / whole[{leaf}].shape[{dim}])
         loss.backward()
     total = total + loss.detach()
