@@ -48,7 +48,8 @@ def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     ranks.stop()
 
 
-# Tables of like cases, minutes each; `make test-fast` runs every eighth of them.
+# Tables of like cases, and captures by the dozen: a minute each and more. `make test-fast` runs
+# every eighth test of them.
 TABLES = (
     "test_constructs_",
     "test_optimizers",
@@ -56,6 +57,11 @@ TABLES = (
     "test_judge_acceptance",
     "test_exact",
     "test_adversarial",
+    "test_capture_",
+    "test_packed",
+    "test_memory",
+    "test_behaviours_graphs",
+    "test_drawn_models",
 )
 KEPT = 8
 
