@@ -216,6 +216,8 @@ def test_an_ended_pytest_leaves_no_process_and_no_folder(
         env=environment | {"TMPDIR": str(temporary)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        # A shell's background job ignores SIGINT and hands that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
     def wait_for(reached: Callable[[], bool]) -> None:
