@@ -49,7 +49,7 @@ def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 
 # Tables of like cases, and captures by the dozen: a minute each and more. `make test-fast` runs
-# every eighth test of them.
+# every sixteenth test of them.
 TABLES = (
     "test_constructs_",
     "test_optimizers",
@@ -63,7 +63,7 @@ TABLES = (
     "test_behaviours_graphs",
     "test_drawn_models",
 )
-KEPT = 8
+KEPT = 16
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
