@@ -7,6 +7,7 @@ import os
 import re
 import sysconfig
 import traceback
+from collections.abc import Callable
 from types import TracebackType
 
 from spmd_verify.errors import CaseError, SpmdVerifyError
@@ -31,7 +32,7 @@ class UserCode:
         *,
         path: str,
         slug: str,
-        remedy: str = "",
+        remedy: str | Callable[[], str] = "",
         kind: type[CaseError] = CaseError,
     ) -> None:
         """Say what is being done, in words that complete `<doing> failed`.
@@ -40,7 +41,7 @@ class UserCode:
             doing: For example "forward of the model on one device".
             path: The user's file, or the address where there is no file.
             slug: Heading in `docs/errors.md`.
-            remedy: Last sentence of the message.
+            remedy: Last sentence of the message, or what finds it; asked for on failure only.
             kind: Class of the error raised.
         """
         self.doing = doing
@@ -60,9 +61,10 @@ class UserCode:
     ) -> None:
         if not isinstance(error, Exception) or isinstance(error, SpmdVerifyError):
             return
+        remedy = self.remedy if isinstance(self.remedy, str) else self.remedy()
         raise self.kind(
             f"{self.doing} failed: {self.path}. Got {one_line(error)}"
-            + (f". {self.remedy}" if self.remedy else ""),
+            + (f". {remedy}" if remedy else ""),
             slug=self.slug,
             detail=user_traceback(error, self.path),
             fields={"error": type(error).__name__},

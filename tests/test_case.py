@@ -347,12 +347,20 @@ def test_a_forward_that_raises_says_so_before_any_parallel_style(write_case: Cas
     assert caught.value.detail.splitlines()[1].strip().startswith(f'File "{path}"')
 
 
-def test_labels_among_the_inputs_are_told_from_other_errors(write_case: CaseWriter) -> None:
+@pytest.mark.parametrize(
+    ("forward", "says"),
+    [
+        ("x", r"gives 2 in order, forward takes \(x\): too many .* come from get_targets\(\)"),
+        ("x, y, z", r"gives 2 in order, forward takes \(x, y, z\): missing .*'z'. Return what"),
+    ],
+)
+def test_inputs_that_forward_does_not_take_are_told_with_the_remedy(
+    write_case: CaseWriter, forward: str, says: str
+) -> None:
     inputs = "def get_inputs():\n    return torch.randn(8, 4), torch.randint(0, 2, (8,))\n"
-    case = load_case(write_case(MODEL.replace(", y=None", "") + inputs))
+    case = load_case(write_case(MODEL.replace("x, y=None", forward) + inputs))
     model = case.build_model()
 
-    says = r"gives 2 in order, forward takes \(x\): too many .* come from get_targets\(\)"
     with pytest.raises(ReferenceRunError, match=says), case.on_one_device():
         case.step(model, case.optimizer(model), case.batch(0))
 

@@ -331,7 +331,7 @@ class LoadedCase:
             "The training step on one device, before any parallel style,",
             path=self.path,
             slug="forward-raised",
-            remedy=self._misfit(),
+            remedy=self._misfit,
             kind=ReferenceRunError,
         )
 

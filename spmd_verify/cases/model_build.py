@@ -178,10 +178,12 @@ def misfit(
     try:
         inspect.Signature(list(parameters.values())).bind(*args, **kwargs)
     except TypeError as error:
+        is_more = len(args) > len(positional_names(parameters))
+        remedy = "Labels come from get_targets()" if is_more else "Return what forward takes"
         given = ", ".join([f"{len(args)} in order"] * bool(args) + list(kwargs))
         return (
             f"get_inputs gives {given or 'nothing'}, forward takes ({', '.join(parameters)}): "
-            f"{error}. Labels come from get_targets()"
+            f"{error}. {remedy}"
         )
     return ""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Final
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from spmd_verify.causes.exhibit import Exhibit
 from spmd_verify.causes.forward import affected
-from spmd_verify.causes.interventions import parameters_changed
+from spmd_verify.causes.interventions import in_order, parameters_changed
 from spmd_verify.causes.words import cause
 from spmd_verify.norms import as_real
 from spmd_verify.record import Cause, Row
@@ -34,7 +33,7 @@ def fused_projection(exhibit: Exhibit, row: Row) -> Cause | None:
     candidates = list(_candidates(exhibit, row))[:_MOST_RUNS]
     for module, axis, blocks in candidates:
         order = _order(blocks, exhibit.axes[axis])
-        change = partial(_reordered, order=order)
+        change = in_order(order)
         names = [f"{module}.{each}" for each in ("weight", "bias")]
         record = exhibit.runs.record(
             exhibit.batch, within=parameters_changed(dict.fromkeys(names, change))
@@ -96,12 +95,6 @@ def _is_split(exhibit: Exhibit, row: Row, axis: str) -> bool:
 def _order(blocks: int, ranks: int) -> list[int]:
     """Return which block of the contiguous weight is used where, in the order of use."""
     return [rank * blocks + block for block in range(blocks) for rank in range(ranks)]
-
-
-def _reordered(value: Tensor, order: list[int]) -> Tensor:
-    """Return a weight or bias with its rows in another order of blocks."""
-    parts = value.chunk(len(order))
-    return torch.cat([parts[block] for block in order])
 
 
 def agrees(exhibit: Exhibit, tested: Row, value: Tensor | None) -> bool:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from typing import Final
-
-import torch
-from torch import Tensor
 
 from spmd_verify.causes.exhibit import Exhibit
 from spmd_verify.causes.forward import affected
 from spmd_verify.causes.fused import agrees, witness
-from spmd_verify.causes.interventions import Change, parameters_changed
+from spmd_verify.causes.interventions import Change, in_order, parameters_changed
 from spmd_verify.causes.words import cause, listed
 from spmd_verify.record import Cause, Row
 
@@ -69,10 +65,10 @@ def _candidates(
                     continue
                 changes: dict[str, Change] = {}
                 for name in rows:
-                    changes[name] = partial(_ordered, order, 0)
-                    changes[f"{name.rpartition('.')[0]}.bias"] = partial(_ordered, order, 0)
+                    changes[name] = in_order(order)
+                    changes[f"{name.rpartition('.')[0]}.bias"] = in_order(order)
                 for name in columns:
-                    changes[name] = partial(_ordered, order, 1)
+                    changes[name] = in_order(order, 1)
                 yield [*rows, *columns], changes, order
 
 
@@ -101,9 +97,3 @@ def _orders(blocks: int) -> Iterator[tuple[int, ...]]:
         if order not in seen:
             seen.add(order)
             yield order
-
-
-def _ordered(order: Sequence[int], dim: int, value: Tensor) -> Tensor:
-    """Return a weight or bias with its blocks in another order."""
-    parts = value.chunk(len(order), dim)
-    return torch.cat([parts[i] for i in order], dim)

@@ -6,7 +6,7 @@ every part. Whatever a style is thought to do wrong is done on one device, and c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Final
 
@@ -173,6 +173,16 @@ def part_of(index: int, size: int, dim: int) -> Change:
         parts = list(value.chunk(size, dim))
         kept = [p if i == index else torch.zeros_like(p) for i, p in enumerate(parts)]
         return torch.cat(kept, dim)
+
+    return change
+
+
+def in_order(order: Sequence[int], dim: int = 0) -> Change:
+    """Return what puts equal blocks along a dim into an order."""
+
+    def change(value: Tensor) -> Tensor:
+        blocks = value.chunk(len(order), dim)
+        return torch.cat([blocks[i] for i in order], dim)
 
     return change
 

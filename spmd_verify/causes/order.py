@@ -17,11 +17,11 @@ from spmd_verify.causes.forward import affected
 from spmd_verify.causes.interventions import (
     IN,
     OUT,
-    Change,
     Side,
     are_gradients_held,
     as_it_is,
     gradients_changed,
+    in_order,
     is_held,
     is_loss_held,
     outputs_changed,
@@ -144,7 +144,7 @@ def labels_of_others(exhibit: Exhibit, row: Row) -> Cause | None:
         if not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.shape[0] != size:
             continue
         for order in _orders(size):
-            change = _ordered(order)
+            change = in_order(order)
             moved = change(leaf)
             if torch.equal(moved, leaf):
                 continue
@@ -182,16 +182,6 @@ def _orders(size: int) -> Iterator[tuple[int, ...]]:
         yield tuple(reversed(straight))
         for turn in range(1, pieces):
             yield tuple((i + turn) % pieces for i in straight)
-
-
-def _ordered(order: Sequence[int], dim: int = 0) -> Change:
-    """Return what puts equal blocks along a dim into an order."""
-
-    def change(value: Tensor) -> Tensor:
-        parts = value.chunk(len(order), dim)
-        return torch.cat([parts[i] for i in order], dim)
-
-    return change
 
 
 def gradients_of_others(exhibit: Exhibit, row: Row) -> Cause | None:

@@ -58,14 +58,7 @@ def reduces_to(exhibit: Exhibit, row: Row) -> tuple[tuple[str, ...], str] | None
         if len(sums) < len(held):
             continue
         count = math.prod(exhibit.axes[axis] for axis in axes)
-        ways = [("SUM", 1.0), ("MEAN", float(count))]
-        # What is reduced over another axis a second time instead is as many times as large.
-        ways += [
-            (f"1/{exhibit.axes[other]} (the ranks of {other}) of the SUM", exhibit.axes[other])
-            for other in exhibit.wide_axes
-            if other not in axes and exhibit.copies_differ(row)
-        ]
-        for how, divisor in ways:
+        for how, divisor in (("SUM", 1.0), ("MEAN", float(count))):
             if _all_right(sums, owners, whole, divisor, tolerance):
                 return axes, how
     return None

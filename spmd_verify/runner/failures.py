@@ -37,7 +37,6 @@ _FOLLOWER_TEXTS = (
 )
 """What gloo, nccl and the stores say when another rank is gone (observed on torch 2.13)."""
 
-_TORCH = re.compile(r"[/\\](?:site|dist)-packages[/\\]torch[/\\]")
 _COLLECTIVE = re.compile(r"[/\\]torch[/\\]distributed[/\\]")
 # Where collectives and groups are made: what they raise is about ranks, not about a style.
 _GROUPS = re.compile(
